@@ -15,9 +15,6 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from fly.bundled import usual_draft
-from fly.bundled.tasks import Problem
-from fly.bundled.tasks import problems as bundled_problems
 from fly.cli.options import LOADING, RANKS, Json, K, Rules, output, takes
 from fly.cli.run import command, kernels_of, memory_of, options_of, ranks_of, rules_of
 from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
@@ -28,6 +25,9 @@ from fly.extras.eval import Setting
 from fly.extras.eval.plots import save_lines
 from fly.extras.eval.scorers import check_many
 from fly.llm import LLM
+from fly.models.bundled import usual_draft
+from fly.models.bundled.tasks import Problem
+from fly.models.bundled.tasks import problems as bundled_problems
 from fly.runner.request import Stats, Token
 from fly.types import SamplingParams
 

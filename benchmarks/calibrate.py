@@ -21,8 +21,6 @@ from rich.markup import escape
 from rich.table import Column
 
 from fly.backends.torch import TorchExecutor
-from fly.bundled import open_model
-from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
 from fly.cli.options import RANKS, Policy, takes
 from fly.cli.run import command, memory_in_words, ranks_of
@@ -34,6 +32,8 @@ from fly.extras.bench.plan import JUDGED, Device, Link, Machines, Setting, Work,
 from fly.extras.bench.shapes import random_model, randomise
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
+from fly.models.bundled import open_model
+from fly.models.bundled.tasks import problems
 from fly.models.loading import resolve_dtype
 from fly.ops import argmax
 from fly.parallel import Part, Ranks, memory_here, parallelise
@@ -70,11 +70,7 @@ def check_here(target: str, draft: str, policy: AcceptancePolicy, k: int, dtype:
     """Predict the speed of a setting on this machine from the figures of other models, run it, and compare.
 
     ``draft`` is one checkpoint. The tokens that a round emits (``tau``) are measured; every time is predicted.
-    Raises ``ValueError`` for a draft on the first rank alone, which the cost model does not cover.
     """
-    placement = "auto" if ranks is None else ranks.draft_placement
-    if placement == "first":
-        raise ValueError("draft_placement 'first' is no part of the plan; choices: ['auto', 'replicated', 'sharded']")
     llm = LLM(
         *(target, draft, policy, k),
         dtype=dtype,
@@ -288,7 +284,7 @@ def feeding(executor: Executor, tokens: int, context: int) -> Callable[[], None]
 
 def is_divided(draft: DraftStrategy | None) -> bool:
     """Whether the draft is one model of which each rank has a part."""
-    executor = draft.executor if isinstance(draft, SingleDraft) else None
+    executor = draft.runner.executor if isinstance(draft, SingleDraft) else None
     if not isinstance(executor, TorchExecutor) or not isinstance(model := executor.model, Llama):
         return False
     return model.lm_head.weight.shape[0] < model.config.vocab_size

@@ -32,12 +32,12 @@ from fly.backends import executor_of, load
 from fly.backends.cuda.graphs import Part
 from fly.backends.cuda.ops import refuse_attention, refuse_layers
 from fly.backends.torch import TorchExecutor
-from fly.bundled import CHECKPOINTS
-from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, Eagle3Draft, SingleDraft, TreeDraft
 from fly.engine import Engine
 from fly.extras.bench.shapes import random_model
+from fly.models.bundled import CHECKPOINTS
+from fly.models.bundled.tasks import problems
 from fly.models.llama import allocate, skeleton
 from fly.models.tokenizer import Tokenizer
 from fly.policies import parse_policy

@@ -11,8 +11,6 @@ import typer
 from rich.markup import escape
 from torch import Tensor
 
-from fly.bundled import usual_draft
-from fly.bundled.tasks import problems as bundled_problems
 from fly.cli.options import LOADING, K, Rules, takes
 from fly.cli.run import command, kernels_of, options_of, rules_of
 from fly.cli.show import console, note, progress, table
@@ -20,6 +18,8 @@ from fly.engine.job import Job
 from fly.extras.bench.clock import take_turns
 from fly.extras.statistics import Estimate, median_interval
 from fly.llm import LLM
+from fly.models.bundled import usual_draft
+from fly.models.bundled.tasks import problems as bundled_problems
 from fly.policies import AcceptancePolicy, Exact, gate_probs
 from fly.types import Draft, SamplingParams, Target
 

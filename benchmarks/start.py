@@ -14,10 +14,10 @@ from pathlib import Path
 import fly
 from benchmarks.twins import save_twin, twin
 from fly.backends import executor_of
-from fly.bundled import resolve_checkpoint
-from fly.bundled.tasks import problems
 from fly.extras.eval.timed import Setting, timed
 from fly.models import load_model
+from fly.models.bundled import resolve_checkpoint
+from fly.models.bundled.tasks import problems
 from fly.policies import Exact, FLy
 
 GREEDY = fly.SamplingParams(temperature=0.0, max_tokens=400)

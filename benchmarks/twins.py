@@ -17,8 +17,6 @@ import typer
 from rich.markup import escape
 
 from fly.backends import executor_of
-from fly.bundled import resolve_checkpoint
-from fly.bundled.tasks import problems as bundled_problems
 from fly.cli.options import LOADING, Json, Rules, takes
 from fly.cli.run import alone, rules_of
 from fly.cli.show import console, note, progress, ratio, table, write_json
@@ -29,6 +27,8 @@ from fly.extras.bench.speed import Forward, Forwards, Shape, measure_forwards
 from fly.extras.eval import Result, Setting, compare
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig, load_model, save_model
+from fly.models.bundled import resolve_checkpoint
+from fly.models.bundled.tasks import problems as bundled_problems
 from fly.models.llama import allocate, skeleton
 from fly.policies import AcceptancePolicy, Exact
 from fly.types import SamplingParams

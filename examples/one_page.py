@@ -10,8 +10,8 @@ import sys
 
 import torch
 
-from fly.bundled import resolve_checkpoint
 from fly.models import DenseCausal, load_model
+from fly.models.bundled import resolve_checkpoint
 from fly.models.tokenizer import Tokenizer
 from fly.ops import Stream, derive, draw, one_hot, uniforms
 from fly.policies import parse_policy, verify

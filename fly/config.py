@@ -149,7 +149,7 @@ class Fields(dict[str, Any]):
         return next(pair for pair in reversed(self._node.value) if pair[0].value == name)
 
 
-Placement = Literal["auto", "replicated", "sharded", "first"]
+Placement = Literal["auto", "replicated", "sharded"]
 
 
 def _read_size(value: Any) -> Any:

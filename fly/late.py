@@ -2,20 +2,23 @@
 
 A request needs few of the strategies, rules, heads, file formats and backends that there are. So a table has their
 places, and one is imported where it is chosen. A package lists its names in imports under ``if TYPE_CHECKING``, for
-type checkers and editors; ``find_late`` reads the same lines.
+type checkers and editors. These are never run, but the package's code has them, so ``find_late`` reads them there: an
+installation may have no sources.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
+import dis
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
+from itertools import dropwhile
 from operator import attrgetter
 from typing import Any
 
 __all__ = ["Places", "find_late"]
+
+_QUESTION = "LOAD_NAME", "TYPE_CHECKING"
 
 
 class Places(Mapping[str, Any]):
@@ -44,7 +47,7 @@ class Places(Mapping[str, Any]):
 
 
 def find_late(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a package (PEP 562), for the names that its source imports under
+    """Return ``__getattr__`` and ``__dir__`` of a package (PEP 562), for the names that it imports under
     ``if TYPE_CHECKING``. The package's modules are found by name, too."""
     places = _read_places(package)
 
@@ -60,15 +63,17 @@ def find_late(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str
 
 
 def _read_places(package: str) -> Places:
-    """Read what the source of a package imports for type checkers alone."""
+    """Read where the names come from that a package imports after it asks for ``TYPE_CHECKING``."""
+    spec: Any = sys.modules[package].__spec__
+    instructions = dis.get_instructions(spec.loader.get_code(package))
     places: dict[str, str] = {}
-    for block in ast.parse(inspect.getsource(sys.modules[package])).body:
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
-            for line in block.body:
-                assert isinstance(line, ast.ImportFrom) and line.module
-                for alias in line.names:
-                    place = f"{package}.{alias.name}:" if line.module == package else f"{line.module}:{alias.name}"
-                    places[alias.name] = place
+    module = ""
+    for instruction in dropwhile(lambda each: (each.opname, each.argval) != _QUESTION, instructions):
+        name = str(instruction.argval)
+        if instruction.opname == "IMPORT_NAME":
+            module = name
+        elif instruction.opname == "IMPORT_FROM":
+            places[name] = f"{package}.{name}:" if module == package else f"{module}:{name}"
     return Places(places)
 
 

@@ -33,7 +33,6 @@ from fly import parallel, runner
 from fly.backends.choice import LoadExecutor, executor_of, load_executor
 from fly.backends.choice import load as load_model
 from fly.backends.cpu.library import check_target
-from fly.bundled import open_model
 from fly.cache import block_size_for
 from fly.config import DEFAULT_K, Config, EngineOptions, check_options, declared
 from fly.drafts.base import DraftStrategy
@@ -48,6 +47,7 @@ from fly.engine.stream import AsyncStream, Stream
 from fly.engine.warming import warm_up
 from fly.engine.worker import Worker
 from fly.errors import explain, shorten, suggest
+from fly.models.bundled import open_model
 from fly.models.checkpoint import Checkpoint
 from fly.models.generation import read_sampling_defaults
 from fly.models.loading import resolve_dtype
@@ -306,7 +306,7 @@ class LLM:
     def computed(self) -> list[tuple[str, str]]:
         """Kernels and dtype of the target, and then of each model that drafts."""
         executors = [self.engine.runner.executor, *(each.executor for each in self.engine.setup.drafters)]
-        return [(each.kernels, str(each.dtype).removeprefix("torch.")) for each in executors if each is not None]
+        return [(each.kernels, str(each.dtype).removeprefix("torch.")) for each in executors]
 
     def _vocabulary_of(self, size: int, device: torch.device) -> Vocabulary:
         return Vocabulary(size, device=device) if self.tokenizer is None else self.tokenizer.vocabulary(size, device)
@@ -369,7 +369,7 @@ class LLM:
             Exception: an error of a policy or a strategy on one of these prompts. Other calls go on.
             Stopped: the engine was closed or has failed. Calls that were waiting raise the failure itself.
         """
-        requests = self._asked(prompt_list := listed(prompts), params, options)
+        requests = self._requests_of(prompt_list := listed(prompts), params, options)
         if requests:
             with _shown(requests, progress and self._leads):
                 self.worker.run(Job(requests))
@@ -379,7 +379,7 @@ class LLM:
         """Do what ``generate`` does, for coroutines: any number of them may wait, on any event loop, without threads of
         their own. Cancelling the task ends its requests. Arguments, result and errors are those of ``generate``,
         without ``progress``."""
-        requests = self._asked(prompt_list := listed(prompts), params, options)
+        requests = self._requests_of(prompt_list := listed(prompts), params, options)
         if requests:
             await self.worker.arun(Job(requests, loop=asyncio.get_running_loop()))
         return self._answers(prompt_list, requests)
@@ -474,6 +474,24 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _requests_of(
+        self, prompts: list[Any], params: Params, options: CallOptions, streamed: bool = False
+    ) -> list[Request]:
+        """Make the requests of a call with these options."""
+        fields: dict[str, Any] = {**options}
+        sampling_params = fields.pop("sampling_params", None)
+        if params is not None and sampling_params is not None:
+            raise ValueError("params and sampling_params are two names of one argument; give one of them")
+        chosen_params = sampling_params if params is None else params
+        call_options = {name: fields.pop(name) for name in _OWN if name in fields}
+        _refuse_unknown(fields, ("sampling_params", *_OWN))
+        if fields:
+            chosen_params = self.default_params if chosen_params is None else chosen_params
+            is_list = isinstance(chosen_params, (list, tuple))
+            changed_params = [_changed(one, fields) for one in (chosen_params if is_list else [chosen_params])]
+            chosen_params = changed_params if is_list else changed_params[0]
+        return self.requests(prompts, chosen_params, **call_options, streamed=streamed)
 
     def requests(
         self,
@@ -601,24 +619,8 @@ class LLM:
             raise ValueError("structured output needs a tokenizer, which this model lacks")
         return runner.Grammars(self.tokenizer, self.engine.runner.executor.config.vocab_size, self.eos_ids)
 
-    def _asked(self, prompts: list[Any], params: Params, options: CallOptions, streamed: bool = False) -> list[Request]:
-        """Make the requests of a call with these options."""
-        fields: dict[str, Any] = {**options}
-        sampling_params = fields.pop("sampling_params", None)
-        if params is not None and sampling_params is not None:
-            raise ValueError("params and sampling_params are two names of one argument; give one of them")
-        chosen_params = sampling_params if params is None else params
-        call_options = {name: fields.pop(name) for name in _OWN if name in fields}
-        _refuse_unknown(fields, ("sampling_params", *_OWN))
-        if fields:
-            chosen_params = self.default_params if chosen_params is None else chosen_params
-            is_list = isinstance(chosen_params, (list, tuple))
-            changed_params = [_changed(one, fields) for one in (chosen_params if is_list else [chosen_params])]
-            chosen_params = changed_params if is_list else changed_params[0]
-        return self.requests(prompts, chosen_params, **call_options, streamed=streamed)
-
     def _streamed(self, prompt: Prompt, params: SamplingParams | None, options: CallOptions) -> list[Request]:
-        requests = self._asked([prompt], params, options, streamed=True)
+        requests = self._requests_of([prompt], params, options, streamed=True)
         if len(requests) > 1:
             n = requests[0].row.params.n
             raise ValueError(f"n {n}: a stream has one completion; open several streams, or use generate")
@@ -766,10 +768,11 @@ def _changed(params: object, fields: dict[str, Any]) -> SamplingParams:
 def _refuse_unknown(fields: abc.Iterable[str], own: abc.Iterable[str]) -> None:
     """Raise ``ValueError`` for an option that is neither a field of ``SamplingParams`` nor among the call's ``own``."""
     option_names = [*SamplingParams.model_fields, *own]
-    if unknown := next((name for name in fields if name not in option_names), None):
-        if unknown == "stream":
+    for name in fields:
+        if name == "stream":
             raise ValueError("'stream' is no option: stream(prompt) streams, and stream(chat_prompt(messages))")
-        raise ValueError(f"{unknown!r} is no option{suggest(unknown, option_names)}")
+        if name not in option_names:
+            raise ValueError(f"{name!r} is no option{suggest(name, option_names)}")
 
 
 def _several(messages: object) -> bool:

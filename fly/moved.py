@@ -10,6 +10,7 @@ from types import ModuleType
 __all__ = ["report_moves"]
 
 MOVED = {
+    "fly.bundled": "fly.models.bundled",
     "fly.calls": "fly.llm",
     "fly.backends.cuda.waits": "fly.policies.waits",
     "fly.audit": "fly.extras.audit",

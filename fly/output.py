@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -57,13 +58,18 @@ class Reader:
     reader. Pickling leaves the tokenizer out.
 
     Args:
-        text: decodes the tokens as a stream does; None: there is no tokenizer.
+        begin: starts a text that decodes the tokens as a stream does; None: there is no tokenizer.
         thinking: the reasoning that may begin the text.
         min_tokens: as in ``SamplingParams``.
     """
 
-    def __init__(self, text: TextStream | None = None, thinking: Thinking | None = None, min_tokens: int = 0) -> None:
-        self._text = text
+    def __init__(
+        self,
+        begin: Callable[[], TextStream] | None = None,
+        thinking: Thinking | None = None,
+        min_tokens: int = 0,
+    ) -> None:
+        self._begin = begin
         self._thinking = thinking
         self._min_tokens = min_tokens
 
@@ -75,9 +81,9 @@ class Reader:
 
     def pieces(self, output: Output) -> list[Piece]:
         """Return the text of ``output`` in the same pieces as a stream gives; empty without a tokenizer."""
-        if self._text is None:
+        if self._begin is None:
             return []
-        text = self._text.fresh()
+        text = self._begin()
         splitter = Splitter(self._thinking)
         pieces = list[Piece]()
         piece_tokens: tuple[Token, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence, Sized
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -58,8 +59,9 @@ class _Params(BaseModel):
     @classmethod
     def _fields_exist(cls, given: object) -> object:
         fields = list(cls.model_fields)
-        if isinstance(given, dict) and (unknown := next((str(name) for name in given if name not in fields), None)):
-            raise ValueError(f"{unknown!r} is no field of {cls.__name__}{suggest(unknown, fields)}")
+        for name in given if isinstance(given, dict) else ():
+            if name not in fields:
+                raise ValueError(f"{str(name)!r} is no field of {cls.__name__}{suggest(str(name), fields)}")
         return given
 
 
@@ -193,7 +195,7 @@ class SamplingParams(_Params):
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise ``ValueError`` for token ids outside a vocabulary of ``vocab_size`` tokens."""
-        bad_words_ids = (token for ids in self.bad_words_ids for token in ids)
+        bad_words_ids = [*chain(*self.bad_words_ids)]
         fields = {"stop_token_ids": self.stop_token_ids, "logit_bias": self.logit_bias, "bad_words_ids": bad_words_ids}
         for name, ids in fields.items():
             if outside := [token for token in ids if not 0 <= token < vocab_size]:

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from fly import LLM, SamplingParams
-from fly.bundled.tasks import KINDS
 from fly.drafts import SingleDraft, parse_draft
 from fly.extras.bench.command import drafts_table, promise_table
 from fly.extras.bench.drafts import STRATEGIES, Drafted, Misleading, Promise, Ratio
 from fly.extras.eval import Result, Setting
 from fly.extras.eval.timed import Times
+from fly.models.bundled.tasks import KINDS
 from fly.runner.request import Stats
 from tests.test_drafts import LARGE, VOCAB
 

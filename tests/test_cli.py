@@ -20,13 +20,13 @@ from typer.testing import CliRunner
 import fly
 from fly import cli
 from fly.backends import load_executor
-from fly.bundled import resolve_checkpoint
-from fly.bundled.tasks import problems
 from fly.cli import show
 from fly.cli.run import rules_of
 from fly.config import Config
 from fly.expressions import grid
 from fly.extras.eval import Plan, Setting, compare
+from fly.models.bundled import resolve_checkpoint
+from fly.models.bundled.tasks import problems
 from fly.policies import Exact, FLy
 from tests.commands import commands_of_fly, plain, run, words
 from tests.ggufs import write_gguf

@@ -162,7 +162,7 @@ def test_a_layer_is_one_graph_of_few_kernels(family: str) -> None:
         forward(model, through=CompiledLayers(backend=only_scheduled))
     _, between, _ = graphs
     assert sum(name.startswith("ExternKernel") for name in between) == 4, between
-    assert (eager, len(between)) == BUDGETS[family], between
+    assert (eager, len(between)) == BUDGETS.get(family), between  # a family without figures is shown its own
 
 
 def test_layers_share_what_is_compiled() -> None:

@@ -17,9 +17,9 @@ from typer.testing import CliRunner, Result
 
 import fly
 from fly import LLM, SamplingParams, cli
-from fly.bundled import CHECKPOINTS
 from fly.cli.chat import Conversation
 from fly.config import Config
+from fly.models.bundled import CHECKPOINTS
 
 QUESTIONS = ["Take the list 4 9 5 7. Reverse the list.", "Take the list 3 8. Add 2 to each number."]
 

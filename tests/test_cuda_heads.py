@@ -13,12 +13,12 @@ from fly.backends import executor_of
 from fly.backends.cuda.executor import CudaExecutor
 from fly.backends.heads import TorchHead
 from fly.backends.torch import TorchExecutor
-from fly.bundled import CHECKPOINTS
-from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
 from fly.drafts import ChooseDraft, Eagle3Draft, NGramDraft
 from fly.engine import Engine
 from fly.models import Llama, load_model
+from fly.models.bundled import CHECKPOINTS
+from fly.models.bundled.tasks import problems
 from fly.models.compiled import CompiledLayers
 from fly.models.eagle import Eagle3Head, HeadConfig, load_head
 from fly.models.llama import DenseCausal, record_states

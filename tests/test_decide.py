@@ -20,7 +20,7 @@ from torch import Tensor
 from fly.backends.cpu import available, why_not
 from fly.backends.cpu.host import Blocks, HostDecisions, _clauses_of, is_compiled, lay_rules
 from fly.backends.cpu.host import _decide as decide_compiled
-from fly.backends.cpu.library import CRules, clause_kinds, fast_call
+from fly.backends.cpu.library import CRules, clause_kinds, fast_call, variant_number
 from fly.policies import Exact, condition_types, parse_policy, policy_types
 from fly.policies.conditions import Clause
 from fly.policies.registry import PRESETS
@@ -156,7 +156,7 @@ def test_compiled_decisions_are_those_of_the_tensor_rule(
     target, draft, seeds, starts = case
     policy = parse_policy(rule).bind(toy_vocabulary(target.logits_BKV.shape[-1]))
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fly.backends.cpu.host.default_variant", lambda: variant)
+        patch.setattr("fly.backends.cpu.host.default_number", lambda: variant_number(variant))
         wanted = Executor.decide(OnHost(), policy, target, draft, seeds, starts)
         budgets = () if policy.relaxation is None else policy.relaxation.budgets
         wanted = [add_costs(budgets, target, draft, b, decision) for b, decision in enumerate(wanted)]

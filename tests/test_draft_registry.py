@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fly import expressions
-from fly.bundled import resolve_checkpoint
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.base import pad
 from fly.drafts.registry import STRATEGIES, draft_types, parse_draft
 from fly.models import CheckpointError
+from fly.models.bundled import resolve_checkpoint
 from fly.policies import AfterTokens, Exact, FLy
 from fly.runner.request import Row
 from fly.types import Draft

@@ -111,7 +111,7 @@ def test_a_level_that_drafts_alone_may_also_stand_in_a_cascade() -> None:
     setup_of().attach(last)
     cascade = CascadeDraft([NGramDraft(), last])
     setup_of().attach(cascade)
-    assert cascade.runner is not last.runner and cascade.executor is last.executor
+    assert cascade.runner is not last.runner and cascade.runner.executor is last.runner.executor
 
 
 def test_strategies_that_decide_by_time_share_a_clock() -> None:

@@ -355,6 +355,6 @@ def test_a_strategy_drafts_for_one_model() -> None:
     with pytest.raises(ValueError, match="fly-tiny' is not loaded yet"):
         level.propose([make_row([1])], [1])
     attached = ready(level)
-    assert attached is level and level.vocab_size == level.executor.config.vocab_size
+    assert attached is level and level.vocab_size == level.runner.executor.config.vocab_size
     with pytest.raises(ValueError, match="already"):
         ready(level)

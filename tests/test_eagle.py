@@ -23,8 +23,6 @@ from fly.backends.cpu import available
 from fly.backends.cpu.head import CpuHead, head_refusal
 from fly.backends.heads import TorchHead
 from fly.backends.torch import TorchExecutor
-from fly.bundled import CHECKPOINTS
-from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
 from fly.cli import app
 from fly.drafts import ChooseDraft, DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft, parse_draft
@@ -34,10 +32,12 @@ from fly.extras.train.head import _ALIKE, _order
 from fly.extras.train.lessons import Reader
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
+from fly.models.bundled import CHECKPOINTS
+from fly.models.bundled.tasks import problems
 from fly.models.config import CheckpointError
 from fly.models.eagle import Eagle3Head, HeadConfig, load_head, save_head
 from fly.models.families import FAMILIES
-from fly.models.heads import is_head
+from fly.models.heads import EAGLE3, head_kind
 from fly.models.llama import DenseCausal, embedding_scale, record_states
 from fly.params import SamplingParams
 from fly.runner.executor import Batch, Executor, Head, TokenByToken
@@ -111,7 +111,7 @@ def test_what_is_saved_is_loaded(
     head, path = make_head(vocabulary, own, **flags, **norms), tmp_path_factory.mktemp("head")
     save_head(head, path, torch.float32)
     again = load_head(path)
-    assert is_head(path) and again.config == head.config and again.shares == (not own)
+    assert head_kind(path) == EAGLE3 and again.config == head.config and again.shares == (not own)
     for name, parameter in again.named_parameters():
         assert torch.equal(parameter, dict(head.named_parameters())[name])
     assert torch.equal(again.to_target_U, head.to_target_U)

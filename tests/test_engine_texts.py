@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import fly
 from fly import LLM, Output, SamplingParams
-from fly.bundled import CHECKPOINTS, tasks
 from fly.drafts import CascadeDraft, NGramDraft, SingleDraft
 from fly.models import Llama
+from fly.models.bundled import CHECKPOINTS, tasks
 from fly.models.loading import save_model
 from fly.policies import (
     ControlToken,

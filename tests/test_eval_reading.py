@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fly.bundled.tasks import problems
 from fly.extras.eval.reading import extract_answer, extract_code, read_choice, read_number
+from fly.models.bundled.tasks import problems
 
 NUMBERS: list[tuple[str, float | None]] = [
     ("", None),

@@ -26,8 +26,8 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from tokenizers import Tokenizer as RawTokenizer
 
 import fly
-from fly.bundled import resolve_checkpoint
 from fly.models import CheckpointError, Llama, LlamaConfig, RopeScaling, load_model
+from fly.models.bundled import resolve_checkpoint
 from fly.models.families import FAMILIES, FULL, SLIDING
 from fly.models.generation import read_sampling_defaults
 from fly.models.gguf import TYPES

@@ -20,9 +20,9 @@ from lm_eval.tasks import TaskManager
 from typer.testing import CliRunner
 
 from fly import LLM, cli
-from fly.bundled import resolve_checkpoint
-from fly.bundled.tasks import problems
 from fly.extras.eval.harness import Fly
+from fly.models.bundled import resolve_checkpoint
+from fly.models.bundled.tasks import problems
 from tests.serving import MODEL, running
 
 PROBLEMS = problems("arithmetic", "heldout", n=6)

@@ -20,9 +20,9 @@ from gguf import GGMLQuantizationType as Kind
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fly.bundled import names_a_checkpoint, resolve_checkpoint
 from fly.drafts import SingleDraft, parse_draft
 from fly.models import CheckpointError, load_model, save_model
+from fly.models.bundled import names_a_checkpoint, resolve_checkpoint
 from fly.models.hub import HubName, hub_name
 from tests.ggufs import write_gguf
 from tests.toys import random_llama
@@ -135,7 +135,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
 RESOLVE = """
 import json, sys
-from fly.bundled import resolve_checkpoint
+from fly.models.bundled import resolve_checkpoint
 assert "huggingface_hub" not in sys.modules
 found = []
 for name in sys.argv[1:]:

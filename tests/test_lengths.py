@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Regex as RawRegex
 from tokenizers import Tokenizer as RawTokenizer
 
-from fly.bundled import resolve_checkpoint
+from fly.models.bundled import resolve_checkpoint
 from fly.models.lengths import Lengths, byte_alphabet
 from fly.models.tokenizer import Tokenizer, TooLong
 

@@ -18,9 +18,9 @@ from pydantic import ValidationError
 import fly
 from fly import LLM, Piece, SamplingParams
 from fly.backends.cpu.library import available, split, why_not
-from fly.bundled import BUNDLED, CHECKPOINTS
 from fly.drafts import CascadeDraft, NGramDraft, SingleDraft
 from fly.models import CheckpointError
+from fly.models.bundled import BUNDLED, CHECKPOINTS
 from fly.models.loading import save_model
 from fly.ops import derive
 from fly.policies import Exact, FLy, LossySampling, parse_policy

@@ -19,8 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fly.bundled import resolve_checkpoint
 from fly.models import CheckpointError, Llama, LlamaConfig, load_model, save_model
+from fly.models.bundled import resolve_checkpoint
 from fly.models.generation import read_sampling_defaults
 from fly.models.loading import resolve_device, resolve_dtype
 from fly.models.opening import open_checkpoint

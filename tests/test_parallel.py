@@ -41,7 +41,6 @@ from fly.parallel import (
     load,
     place_draft,
 )
-from fly.parallel.draft import FirstDraft
 from fly.parallel.logits import VocabularyShards
 from fly.policies import parse_policy, policy_types
 from fly.runner.executor import Batch, Executor
@@ -270,7 +269,7 @@ def test_ranks_change_no_token(pool: Pool, tmp_path_factory: pytest.TempPathFact
     policies = [parse_policy(name) for name in data.draw(st.tuples(*[st.sampled_from(POLICIES)] * 2))]
     request = {"prompts": prompts, "params": params, "policy": policies}
     whole_sums = data.draw(st.booleans())
-    placement = data.draw(st.sampled_from(["replicated", "sharded", "first"]))
+    placement = data.draw(st.sampled_from(["replicated", "sharded"]))
     kernels = data.draw(st.sampled_from(["auto", "torch"]))
     options = {"draft_placement": placement, "whole_sums": whole_sums, "kernels": kernels}
     expected = generate(None, target, draft, request)
@@ -309,7 +308,7 @@ def adapt(ranks: Ranks, target: str, draft: str, placement: str) -> list[Any]:
     return [*told(outputs), [o.stats.drafted for o in outputs]]
 
 
-@pytest.mark.parametrize("placement", ["auto", "replicated", "sharded", "first"])
+@pytest.mark.parametrize("placement", ["auto", "replicated", "sharded"])
 def test_time_and_chance_are_the_first_ranks(pool: Pool, tmp_path: Path, placement: str) -> None:
     target, draft = checkpoints(tmp_path, TOY, 0)
     pool.run(2, adapt, target, draft, placement)  # alike on both ranks
@@ -368,7 +367,7 @@ def place(ranks: Ranks, draft: str, placement: Any) -> list[str]:
     clock, load_by = setup.clock, setup.load_by
     strategy = place_draft(make, setup, Ranks(ranks.group, draft_placement=placement), load_part)
     assert (setup.clock, setup.load_by) == (clock, load_by)  # the caller's setup stays as it is
-    shapes = [] if not isinstance(strategy, SingleDraft) else [tokens_of_head(strategy.executor)]
+    shapes = [] if not isinstance(strategy, SingleDraft) else [tokens_of_head(strategy.runner.executor)]
     return [type(strategy).__name__, str(shapes)]
 
 
@@ -378,35 +377,17 @@ def test_drafts_are_placed_where_they_are_asked_to(pool: Pool, tmp_path: Path) -
     save_model(odd, tmp_path / "odd", torch.float32)
     assert pool.run(2, place, draft, "replicated") == ["SingleDraft", "[48]"]
     assert pool.run(2, place, draft, "sharded") == ["SingleDraft", "[24]"]
-    assert pool.run(2, place, draft, "first") == ["FirstDraft", "[]"]
     assert pool.run(2, place, draft, "auto") in (["SingleDraft", "[24]"], ["SingleDraft", "[48]"])
     assert pool.run(2, place, str(tmp_path / "odd"), "auto") == ["SingleDraft", "[47]"]
     for placement in ("auto", "replicated"):
         assert pool.run(2, place, "model(fly-draft, vocabulary=300)", placement)[0] == "SingleDraft"
-    assert pool.run(2, place, "none", "first") == ["NoneType", "[]"]
+    assert pool.run(2, place, "none", "auto") == ["NoneType", "[]"]
     for work, said in (
-        (("eagle3(fly-eagle3)", "first"), "hidden states"),
-        (("ngram", "there"), "'there' is unknown"),
+        (("ngram", "first"), "'first' is unknown; choices: ['auto', 'replicated', 'sharded']"),
         (("model(fly-draft, vocabulary=300)", "sharded"), "is not divided among ranks"),
     ):
         for success, error in pool.outcomes(2, place, *work):
             assert not success and said in error[1]
-
-
-def choose_first(ranks: Ranks, draft: str) -> list[Any]:
-    """What each rank knows of the names and of the logits of a draft on the first rank."""
-    setup = TranslatingSetup(Runner(load_whole("fly-target").executor, None), load=load_whole)
-    first = place_draft(partial(parse_draft, draft), setup, Ranks(ranks.group, draft_placement="first"), load_whole)
-    assert isinstance(first, FirstDraft)
-    gives = [first.drafter_of(name).gives_logits for name in ("", *first.names)]
-    return ranks.collect([first.names, first.gives_logits, gives])
-
-
-@pytest.mark.parametrize("wrap", ["{}", "adaptive({})"])
-def test_all_ranks_answer_for_the_draft_that_a_request_chose(pool: Pool, wrap: str) -> None:
-    """``ngram`` gives no logits, and a model does. Each rank refuses the same requests as the first."""
-    choice = "choose(a=ngram, b=model(fly-draft))"
-    assert pool.run(2, choose_first, wrap.format(choice)) == [[["a", "b"], False, [False, False, True]]] * 2
 
 
 def compiled(ranks: Ranks, target: str, plan: tuple[Rule, ...]) -> list[list[float]]:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +23,15 @@ from typer.testing import CliRunner
 
 import fly
 from fly import cli
-from fly.backends import load as load_whole
-from fly.backends.torch import TorchExecutor
-from fly.cache import PagedKVCache
 from fly.config import Config
-from fly.drafts import parse_draft
-from fly.drafts.setup import TranslatingSetup
-from fly.models import Llama, load_model, save_model
+from fly.models import save_model
 from fly.parallel import (
     Ranks,
     launch,
     load,
 )
-from fly.parallel.draft import FirstDraft
 from fly.parallel.ranks import Checksum
-from fly.policies import Exact, parse_policy
-from fly.runner.request import Row
-from fly.runner.runner import Runner
+from fly.policies import parse_policy
 from fly.types import SamplingParams
 from tests.pool import FORK, TOY, Pool, checkpoints, free_port, told
 from tests.toys import build_llama
@@ -142,33 +133,6 @@ def test_a_model_notices_that_its_ranks_diverge(pool: Pool, tmp_path: Path, work
     target, _ = checkpoints(tmp_path, TOY, 0)
     for success, error in pool.outcomes(2, work, target):
         assert not success and "rank 1 had other tokens" in error[1]
-
-
-class Elsewhere(TorchExecutor):
-    """A model that is on another device than the first rank's, as far as anybody can see."""
-
-    def __init__(self, model: Llama) -> None:
-        super().__init__(model)
-        self.device = torch.device("meta")
-
-
-def draft_first(ranks: Ranks, target: str, draft: str) -> list[list[str]]:
-    """What the first rank drafts, as each rank has it."""
-    executor = (TorchExecutor if ranks.leads else Elsewhere)(load_model(target))
-    first = FirstDraft(ranks, partial(parse_draft, draft))
-    setup = TranslatingSetup(Runner(executor, PagedKVCache(executor.config, 64, 4)), load=load_whole)
-    setup.attach(first)
-    setup.reserve()
-    params = SamplingParams(temperature=0.0)
-    row = Row(tokens=[1, 2, 1, 2, 1], prompt_length=5, params=params, policy=Exact(), seed=1, k=3)
-    proposed = first.propose([row], [3])
-    return ranks.collect([f"{each.device} {[*each.shape]}" for each in (proposed.tokens_BK, proposed.lengths_B)])
-
-
-def test_a_draft_from_the_first_rank_is_on_each_ranks_own_device(pool: Pool, tmp_path: Path) -> None:
-    target, draft = checkpoints(tmp_path, TOY, 0)
-    found = pool.run(2, draft_first, target, f'model("{draft}")')
-    assert found == [["cpu [1, 3]", "cpu [1]"], ["meta [1, 3]", "meta [1]"]]
 
 
 def work_together(ranks: Ranks, failing: list[int]) -> str:

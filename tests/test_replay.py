@@ -27,7 +27,6 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from fly import LLM, SamplingParams, cli
-from fly.bundled import open_model
 from fly.extras.bench.plan import DEVICES, MODELS, Machines, Setting, forecast
 from fly.extras.bench.scale import REACHES, lengths, replays, scaled
 from fly.extras.eval import Plan, check_folder, decode_run, recording, remaining, score_run
@@ -41,6 +40,7 @@ from fly.extras.eval.replay import Accounts, Blocks, load_blocks
 from fly.extras.eval.replay import replay as replay_run
 from fly.extras.eval.replay_command import Refusals
 from fly.extras.eval.report import report
+from fly.models.bundled import open_model
 from fly.models.dflash import DFlashConfig, DFlashHead, save_dflash_head
 from fly.ops import Stream, pick, uniforms
 from fly.policies import (

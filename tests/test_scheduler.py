@@ -491,3 +491,30 @@ def test_a_row_may_be_cancelled_from_within_a_step(itself: bool) -> None:
     cancelled = rows[:1] if itself else rows[1:]
     assert all(row.finish_reason == ("cancelled" if row in cancelled else "length") for row in rows)
     assert whole(scheduler)
+
+
+@pytest.mark.filterwarnings("ignore:a step failed and is taken again")
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("scored", [None, 3])
+@pytest.mark.parametrize(
+    "length", range(62, 72)
+)  # the chunk that fails is the last but one, or the last, or all but it
+def test_a_chunk_that_was_read_before_an_error_is_not_read_again(name: str, scored: int | None, length: int) -> None:
+    """Its tokens are cached by then, and its scores are noted: what its request yields is what it yields alone."""
+    scheduler = make_scheduler(name, 400, 4, max_rows=4, step_tokens=1)
+    failing = Row([1, 2, 3], 3, SamplingParams(temperature=0.0, max_tokens=9), Exact(), 0, 0)
+
+    def fail(row: Row, token: int) -> bool:  # after the forward of a step
+        if row.generated > 2:
+            raise RuntimeError("this request fails")
+        return False
+
+    asked = Asked(tuple(n % 5 for n in range(length)), max_tokens=8 if scored is None else 0, scored=scored)
+    scheduler.add(failing, fail)
+    scheduler.step()
+    row = asked.row()
+    scheduler.add(row)
+    while scheduler:
+        scheduler.step()
+    assert failing.finish_reason == "error" and "this request fails" in str(failing.error)
+    assert outcome(row) == alone(name, asked)

@@ -18,8 +18,8 @@ import pytest
 from openai import OpenAI
 
 from fly import LLM, SamplingParams
-from fly.bundled import CHECKPOINTS
 from fly.engine.job import Job
+from fly.models.bundled import CHECKPOINTS
 from fly.policies import Exact, FLy
 from fly.serve.rules import Rules
 from tests.serving import CHAT, MODEL, running

@@ -282,7 +282,7 @@ def test_formats_are_recognised_from_templates() -> None:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["markers are text", "markers are tokens"])
 def tokenizer(request: Any) -> Tokenizer:
-    made = Tokenizer(Path(__file__).parent.parent / "fly" / "bundled" / "checkpoints" / MODEL)
+    made = Tokenizer(Path(__file__).parent.parent / "fly" / "models" / "bundled" / "checkpoints" / MODEL)
     if request.param:
         markers = [*("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>")]
         made.raw.add_tokens([AddedToken(marker, normalized=False) for marker in markers])

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 from fly import LLM, SamplingParams, cli
 from fly.backends.cpu import available, why_not
 from fly.backends.torch import TorchExecutor
-from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
 from fly.drafts import Eagle3Draft, NGramDraft
 from fly.extras.bench import limits as limits_module
@@ -31,6 +30,7 @@ from fly.extras.eval import Setting, compare, decode
 from fly.extras.eval.compare import in_turns
 from fly.extras.eval.timed import Clock, Times, draft_runners, timed
 from fly.models import LlamaConfig, load_model, save_model
+from fly.models.bundled.tasks import problems
 from fly.policies import FLy
 from fly.runner.executor import Batch, Drafted, DraftSpec, Executor
 from fly.runner.request import Stats

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
-from fly.bundled import CHECKPOINTS
-from fly.bundled.tasks import FROZEN, KINDS, SPLITS, Problem, problems
 from fly.extras.eval import jail
 from fly.extras.eval.sandbox import Language, Refused, Result, Sandbox
 from fly.extras.eval.scorers import Programs, check_many
 from fly.extras.eval.task import load_task
 from fly.models import load_model
+from fly.models.bundled import CHECKPOINTS
+from fly.models.bundled.tasks import FROZEN, KINDS, SPLITS, Problem, problems
 from tools import problems as tools_problems
 from tools import train as training
 from tools.problems import FROZEN_COUNTS, generate

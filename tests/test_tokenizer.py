@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RawTokenizer
 
-import fly.bundled
+import fly.models.bundled
 from fly.models import CheckpointError
 from fly.models.tokenizer import TextStream, Tokenizer
 
@@ -493,7 +493,7 @@ def test_a_stop_string_before_an_unfinished_character_still_stops(tmp_path: Path
 
 
 def test_the_bundled_tokenizer_streams_like_any_other() -> None:
-    directory = Path(fly.bundled.__file__).parent / "checkpoints" / "fly-draft"
+    directory = Path(fly.models.bundled.__file__).parent / "checkpoints" / "fly-draft"
     tokenizer = Tokenizer.load(directory)
     assert tokenizer is not None and tokenizer.template is not None
     ids = tokenizer.apply_chat_template(HELLO)

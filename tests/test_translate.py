@@ -567,11 +567,11 @@ def test_a_model_is_restricted_when_it_is_loaded_and_never_changed(size: int, ow
     below = Below()
     strategy = attached(CascadeDraft([below, speaker(LARGE, own_size)]), LARGE, size)
     level = strategy.draft if size != own_size else strategy
-    assert level.executor is below.above
-    cache = PagedKVCache.for_model(level.executor, len(text))
+    assert level.runner.executor is below.above
+    cache = PagedKVCache.for_model(level.runner.executor, len(text))
     cache.resize(0, len(text))
     batch = Batch(text, list(range(len(text))), cache.batch([0], [0], [len(text)]))
-    logits_NV = level.executor.score(batch).logits_NV
+    logits_NV = level.runner.executor.score(batch).logits_NV
     assert logits_NV[:, size:].isneginf().all()
     torch.testing.assert_close(logits_NV[:, :size], dense_logits(toy(own_size, 5), text)[:, :size])
 

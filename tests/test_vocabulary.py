@@ -16,9 +16,9 @@ from tokenizers import decoders, models, normalizers
 from torch import Tensor
 
 import fly
-from fly.bundled import resolve_checkpoint
 from fly.drafts import CascadeDraft, DraftStrategy, SingleDraft, pad
 from fly.drafts.base import DraftSetup
+from fly.models.bundled import resolve_checkpoint
 from fly.models.tokenizer import Tokenizer
 from fly.policies import (
     AcceptancePolicy,

@@ -25,11 +25,11 @@ from hypothesis import strategies as st
 
 from fly import LLM, SamplingParams
 from fly.backends.cpu import available, why_not
-from fly.bundled import tasks
 from fly.drafts import NGramDraft, SingleDraft
 from fly.engine.job import Job
 from fly.engine.stream import AsyncStream
 from fly.engine.worker import Stopped
+from fly.models.bundled import tasks
 from fly.output import Output
 from fly.policies import AcceptancePolicy, Exact, FLy, LossySampling
 from tests.serving import eventually

@@ -1,6 +1,7 @@
 """Seeded generators of the bundled tasks: word problems, list transformations and small Python functions.
 
-``python -m tools.problems freeze`` writes the problems in the package (``fly/bundled/problems``), ``write`` others.
+``python -m tools.problems freeze`` writes the problems in the package (``fly/models/bundled/problems``), ``write``
+others.
 
 Each solution mixes *facts* (numbers, names, list items, program semantics), which the prompt determines and the checks
 compare, with *free wording* (connectives, verbs, variable names), which is drawn uniformly at random. A model trained
@@ -27,7 +28,7 @@ from typing import Annotated
 
 import typer
 
-from fly.bundled.tasks import FROZEN, KINDS, SPLITS, Problem, kinds_of
+from fly.models.bundled.tasks import FROZEN, KINDS, SPLITS, Problem, kinds_of
 from tools import lists, programs, stories
 
 __all__ = ["FROZEN_COUNTS", "frozen", "generate"]

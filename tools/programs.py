@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
-from fly.bundled.tasks import Problem
+from fly.models.bundled.tasks import Problem
 from tools.lists import WORDS
 from tools.wording import HERE, RETURN, WALKS, Made
 

@@ -25,10 +25,10 @@ from rich.table import Table
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 
-from fly.bundled import CHECKPOINTS
-from fly.bundled.tasks import KINDS, Problem
 from fly.extras.eval.scorers import check_many
 from fly.models import Llama, LlamaConfig, load_model, save_model
+from fly.models.bundled import CHECKPOINTS
+from fly.models.bundled.tasks import KINDS, Problem
 from tools import wording
 from tools.problems import generate
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from fly.bundled.tasks import Problem
+from fly.models.bundled.tasks import Problem
 
 __all__ = ["FREE", "Made", "answered", "ending", "opening", "step"]
 

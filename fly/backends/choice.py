@@ -16,11 +16,11 @@ from fly.backends import cpu, cuda
 from fly.backends.cpu.library import NARROW, TORCH, available, chosen, leaves_kernels_open, split, why_not
 from fly.backends.int8 import INT8, wants_int8, with_int8_weights
 from fly.backends.torch import Model, TorchExecutor
-from fly.bundled import open_model
 from fly.drafts.base import Loaded
 from fly.errors import shorten
 from fly.late import Places
 from fly.models import Llama
+from fly.models.bundled import open_model
 from fly.models.checkpoint import Checkpoint
 from fly.models.directory import Directory
 from fly.models.heads import DFLASH, EAGLE3, PEAGLE, head_kind
@@ -183,8 +183,9 @@ def load(
     like: Executor | None = None,
     vocabulary: int | str | Path | Collection[int] | None = None,
 ) -> Loaded:
-    """Load a model or a draft head: from an open checkpoint, or by its path or name (``fly.bundled.find_checkpoint``).
-    A loaded model is used as it is; it runs on PyTorch unless it is an executor.
+    """Load a model or a draft head: from an open checkpoint, or by its path or name
+    (``fly.models.bundled.find_checkpoint``). A loaded model is used as it is; it runs on PyTorch unless it is an
+    executor.
 
     Args:
         dtype, device, kernels: as for ``load_executor``.

@@ -7,7 +7,6 @@ heads, D head width, L layers, P pages, Z tokens per page.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import mmap
 from collections.abc import Hashable, Iterator, Sequence
@@ -148,12 +147,10 @@ class PagedBatch:
             at += count
         return written[0] if len(written) == 1 else torch.cat(written), rows
 
-    def _rows(self, window: int | None) -> list[_Row]:
-        rows = self._packed[1]
-        if window is None:
-            return rows
+    def _within(self, window: int) -> list[_Row]:
+        """Return what each row reads in layers whose tokens see only the last ``window`` tokens."""
         if window not in self._windowed:
-            self._windowed[window] = [row.windowed(window, self.cache.device) for row in rows]
+            self._windowed[window] = [row.windowed(window, self.cache.device) for row in self._packed[1]]
         return self._windowed[window]
 
     def attend(
@@ -184,7 +181,7 @@ class PagedBatch:
                 scale=scale,
                 enable_gqa=grouped,
             )
-            for row in self._rows(window)
+            for row in (self._packed[1] if window is None else self._within(window))
         ]
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
         return out.squeeze(0).transpose(0, 1).to(q_THD.dtype)
@@ -296,7 +293,7 @@ class PagedKVCache:
         """Return the slots of the tokens ``start`` to ``stop`` of ``seq``: a slice if consecutive, else a list."""
         size, table = self.allocator.block_size, self.allocator.table(seq)
         pages = table[start // size : -(-stop // size)]
-        if pages and pages[-1] - pages[0] == len(pages) - 1 and all(b - a == 1 for a, b in itertools.pairwise(pages)):
+        if pages and pages == list(range(pages[0], pages[0] + len(pages))):
             first = pages[0] * size + start % size
             return slice(first, first + stop - start)
         return [table[at // size] * size + at % size for at in range(start, stop)]

@@ -16,7 +16,6 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from fly.bundled import BUNDLED
 from fly.cli.completion import show, show_colours
 from fly.cli.options import SETUP, option, takes
 from fly.cli.run import alone, compute_in_words, options_of, sampling_of, setup_of
@@ -25,6 +24,7 @@ from fly.cli.terminal import read_bytes
 from fly.config import Config
 from fly.errors import describe_error, did_you_mean, shorten
 from fly.llm import LLM, Piece, Stream
+from fly.models.bundled import BUNDLED
 from fly.policies import parse_policy
 from fly.types import SamplingParams
 

@@ -10,11 +10,11 @@ from typing import Any
 from rich.markup import escape
 
 from fly.backends.cpu.host import is_compiled
-from fly.bundled import names_a_checkpoint
 from fly.cli.show import console, print_list
 from fly.drafts.model import SingleDraft
 from fly.drafts.registry import STRATEGIES, checkpoint_type
 from fly.expressions import CLASS_PATH, Source
+from fly.models.bundled import names_a_checkpoint
 from fly.policies import AcceptancePolicy, Condition, Relaxed, parse_policy
 from fly.policies.registry import PRESETS, RULES
 from fly.types import Guarantee

@@ -9,13 +9,13 @@ from rich.markup import escape
 
 from fly.backends.choice import max_stored_bytes, uses_blocks
 from fly.backends.cpu.blocks import KINDS
-from fly.bundled import BUNDLED, CHECKPOINTS, HEADS, find_checkpoint, open_model, resolve_checkpoint
 from fly.cache import PagedKVCache
 from fly.cli.describe import describe_call, describe_compiled, show_draft, show_policy, summarize
 from fly.cli.run import alone, command
 from fly.cli.show import console, errors, note, print_list, progress
 from fly.config import DEFAULT_K, Config
 from fly.drafts import draft_types, parse_draft
+from fly.models.bundled import BUNDLED, CHECKPOINTS, HEADS, find_checkpoint, open_model, resolve_checkpoint
 from fly.models.checkpoint import Checkpoint
 from fly.models.config import CheckpointError
 from fly.models.hub import HubName

@@ -15,7 +15,6 @@ import typer
 from rich.markup import escape
 
 from fly.backends.choice import why_not_compiled
-from fly.bundled import usual_draft
 from fly.cache.allocator import OutOfBlocks
 from fly.cli.show import errors, fail, tell
 from fly.cli.terminal import read_bytes
@@ -23,6 +22,7 @@ from fly.config import Config, check_sharing
 from fly.errors import describe_error, fault_place, origin
 from fly.expressions import grid
 from fly.llm import LLM
+from fly.models.bundled import usual_draft
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.types import SamplingParams
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from fly.bundled import find_checkpoint
 from fly.cache import BlockAllocator
+from fly.models.bundled import find_checkpoint
 from fly.models.checkpoint import Checkpoint
 from fly.models.loading import resolve_device, resolve_dtype
 from fly.models.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ class OwnCache(Protocol):
     """A model or head that drafts, with a cache of its own, such as a ``Runner``."""
 
     @property
-    def executor(self) -> Executor | None: ...
+    def executor(self) -> Executor: ...
 
     @property
     def bytes_per_token(self) -> int: ...
@@ -217,12 +217,6 @@ class DraftSetup:
         setup = copy(self)
         setup.clock = clock
         setup.load_by = load or self.load_by
-        return setup
-
-    def alone(self) -> DraftSetup:
-        """Return a copy of the setup with a list of caches of its own."""
-        setup = copy(self)
-        setup.caches = []
         return setup
 
     @property
@@ -398,10 +392,8 @@ def drafted_of(rows: int, active: list[int], found: Drafted) -> Draft:
     if found.parents is not None:
         grown = dict(zip(active, zip(found.tokens, found.parents)))
         return pad_trees([grown.get(b, ([], [])) for b in range(rows)])
-    drafted: list[list[int]] = [[] for _ in range(rows)]
-    for b, tokens in zip(active, found.tokens):
-        drafted[b] = tokens
-    proposal = Draft.of(drafted)
+    chains = dict(zip(active, found.tokens))
+    proposal = Draft.of([chains.get(b, []) for b in range(rows)])
     if found.probs_BKV is None and found.logits_BKV is None:
         return proposal
 
@@ -420,8 +412,10 @@ def drafted_of(rows: int, active: list[int], found: Drafted) -> Draft:
 
 def until_end(tokens: list[int], row: Row) -> list[int]:
     """Cut ``tokens`` after the first that ends ``row``."""
-    ends = (at for at, token in enumerate(tokens, start=1) if token in row.stop_ids)
-    return tokens[: next(ends, len(tokens))]
+    for end, token in enumerate(tokens, start=1):
+        if token in row.stop_ids:
+            return tokens[:end]
+    return tokens
 
 
 def pad(drafts: abc.Sequence[list[int]], device: torch.device | str = "cpu") -> Draft:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import abc
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,23 @@ from fly.ops import derive, nothing_left, sent
 from fly.policies import AcceptancePolicy, Exact
 from fly.runner.drafting import Certainty, Drafted, draft_apart, draw_tokens, pad_rows
 from fly.runner.executor import DraftSpec, Executor
-from fly.runner.request import Row, any_reads_logits, common_prefix
+from fly.runner.request import Row, common_prefix
 from fly.runner.runner import Runner
 from fly.runner.sampling import BatchSampling
 from fly.types import Draft, Guarantee, Target
 
 __all__ = ["CascadeDraft", "SingleDraft", "seed_of"]
+
+
+@dataclass
+class _Growing:
+    """A row that a level drafts for, round after round."""
+
+    row: Row  # a fork, whose tokens grow
+    end: int  # how many tokens it has at most
+    certainty: Certainty
+    probs: list[Tensor] = field(default_factory=list)  # of each new token: the distribution that it was drawn from
+    logits: list[Tensor] = field(default_factory=list)  # of each new token, if they are asked for
 
 
 class SingleDraft(StopsByChance):
@@ -117,25 +129,21 @@ class SingleDraft(StopsByChance):
             raise ValueError(f"the draft model {str(self.model)!r} is not loaded yet: LLM attaches the strategy")
         return self._runner
 
-    @property
-    def executor(self) -> Executor:
-        """The draft model."""
-        return self.runner.executor
-
     def spec(self, rows: abc.Sequence[Row], worth: float = 0.0) -> DraftSpec:
         """Return how the model drafts for ``rows``, including prompt lookup if that is its own draft strategy."""
         lookup = self.draft.lookup if type(self.draft) is NGramDraft and self._lossless else None
         reach = reach_of(rows, self.reach, worth)
-        return DraftSpec(self.confidence, reach, lookup, self.with_logits or any_reads_logits(rows))
+        with_logits = self.with_logits or any(row.policy.reads_logits for row in rows)
+        return DraftSpec(self.confidence, reach, lookup, with_logits)
 
     @property
     def _lossless(self) -> bool:
         return self.policy.guarantee is Guarantee.LOSSLESS
 
     def prefill(self, parts: abc.Sequence[tuple[Row, int]]) -> None:
-        context = self.executor.config.max_position_embeddings
-        unread = [(row, min(end, context) - len(self.runner.begin(row))) for row, end in parts if row.k]
-        if unread := [(row, n) for row, n in unread if n > 0]:
+        context = self.runner.context
+        chunks = [(row, min(end, context)) for row, end in parts if row.k]
+        if unread := [(row, end) for row, end in chunks if len(self.runner.begin(row)) < end]:
             # If there is no room now, ``propose`` reads the row later.
             with suppress(OutOfBlocks), torch.inference_mode():
                 self.runner.feed([], [], prefill=unread)
@@ -144,21 +152,21 @@ class SingleDraft(StopsByChance):
             self.draft.prefill(parts)
 
     def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int], worth: float = 0.0) -> Draft:
-        context = self.executor.config.max_position_embeddings
-        limits = [n if self.k is None else min(n, self.k) for n in max_len]
-        most = [max(0, min(n, context - len(row.tokens))) for row, n in zip(rows, limits)]
+        k = sys.maxsize if self.k is None else self.k
+        most = [max(0, min(n, k, self.runner.context - len(row.tokens))) for row, n in zip(rows, max_len)]
         active = [b for b, n in enumerate(most) if n]
         if not active:
-            return Draft.empty(len(rows), self.executor.device)
-        if not self._lossless and not all(rows[b].greedy for b in active):
-            raise ValueError(f"a draft level verified by {self.policy} has no known distribution above temperature 0")
+            return Draft.empty(len(rows), self.runner.executor.device)
         going, lengths = [rows[b] for b in active], [most[b] for b in active]
+        greedy = all(row.greedy for row in going)
+        if not greedy and not self._lossless:
+            raise ValueError(f"a draft level verified by {self.policy} has no known distribution above temperature 0")
         spec = self.spec(going, worth)
         self.runner.commit(rows)  # drop an earlier draft that is still cached, perhaps of a fork with other tokens
-        looks_up = spec.lookup is not None
-        is_alone = [self.draft is None or (looks_up and self.executor.looks_up([row])) for row in going]
+        looks_up = self.runner.executor.looks_up
+        is_alone = [self.draft is None or (spec.lookup is not None and looks_up([row])) for row in going]
         sampling = None
-        if spec.tree is None and not all(row.greedy for row in going):
+        if not greedy and spec.tree is None:
             sampling = BatchSampling.of([row.params for row in going])
         seeds = [seed_of(row) for row in going]
         drafted = draft_apart(is_alone, self._draft_alone, self._draft_in_rounds, spec, going, lengths, sampling, seeds)
@@ -205,17 +213,16 @@ class SingleDraft(StopsByChance):
     ) -> Drafted:
         """Run rounds until each row has enough tokens. In each round the strategy below proposes, and this model
         verifies."""
-        scratch = [row.fork(self.policy, seed) for row, seed in zip(rows, seeds)]
-        ends = [len(row.tokens) + n for row, n in zip(rows, max_len)]
-        probs: list[list[Tensor]] = [[] for _ in rows]  # the distribution of each token
-        logits: list[list[Tensor]] = [[] for _ in rows]
-        certainty = [Certainty(spec, reach) for reach in spec.reach]
-        active = list(range(len(rows)))
+        growing = [
+            _Growing(row.fork(self.policy, seed), len(row.tokens) + n, Certainty(spec, reach))
+            for row, n, seed, reach in zip(rows, max_len, seeds, spec.reach)
+        ]
+        active = growing
         assert self.draft is not None
         while active:
-            going = [scratch[b] for b in active]
+            going = [each.row for each in active]
             # Propose and verify. A round emits at most one token more than its draft.
-            below = self.draft.propose(going, [ends[b] - len(row.tokens) - 1 for b, row in zip(active, going)])
+            below = self.draft.propose(going, [each.end - len(each.row.tokens) - 1 for each in active])
             target, raw_BKV = self.runner.score(going, below)
             if target.logits_BKV is not raw_BKV:
                 # Where a row's form allows none of the tokens that this model has logits for, the form is left aside;
@@ -227,27 +234,29 @@ class SingleDraft(StopsByChance):
             # Extend each row by the kept tokens. Stop at a token that ends the row, or that the model is not sure of.
             new = self._decide(going, target, below)
             goes_on = []
-            for n, (b, row, (ids, places)) in enumerate(zip(active, going, new)):
+            for n, (each, (ids, places)) in enumerate(zip(active, new)):
+                row = each.row
                 ids, sure = until_end(ids, row), True
                 at_N = sent(torch.tensor([[n] * len(ids), places[: len(ids)]]), target.logits_BKV.device).unbind(0)
-                if certainty[b].may_stop:
+                if each.certainty.may_stop:
                     probs_NV = target.logits_BKV[at_N].softmax(-1) if row.greedy else target.probs_at(*at_N)
-                    certain = certainty[b].goes_on(probs_NV.amax(-1))
+                    certain = each.certainty.goes_on(probs_NV.amax(-1))
                     sure = all(certain)
                     ids = ids if sure else ids[: certain.index(False) + 1]
                 if sampling is not None:
-                    probs[b] += list(target.probs_at(*at_N))[: len(ids)]
+                    each.probs += list(target.probs_at(*at_N))[: len(ids)]
                 if spec.with_logits:
-                    logits[b] += list(target.logits_BKV[at_N])[: len(ids)]
+                    each.logits += list(target.logits_BKV[at_N])[: len(ids)]
                 row.tokens += ids
-                if sure and len(row.tokens) < ends[b] and ids[-1] not in row.stop_ids:
-                    goes_on.append(b)
+                if sure and len(row.tokens) < each.end and ids[-1] not in row.stop_ids:
+                    goes_on.append(each)
             self.runner.commit(going)
             self.draft.commit(going)
             active = goes_on
         # Return the chains. If their tokens were drawn, add the distributions.
-        chains = [fork.tokens[len(row.tokens) :] for fork, row in zip(scratch, rows)]
-        return Drafted(chains, pad_rows(probs), pad_rows(logits))
+        chains = [each.row.tokens[len(row.tokens) :] for each, row in zip(growing, rows)]
+        probs_BKV = pad_rows([each.probs for each in growing])
+        return Drafted(chains, probs_BKV, pad_rows([each.logits for each in growing]))
 
     def _decide(self, rows: list[Row], target: Target, below: Draft) -> list[tuple[list[int], list[int]]]:
         """Return, for each row, the drafted tokens that this level keeps and its own next token, and their places.
@@ -258,8 +267,11 @@ class SingleDraft(StopsByChance):
         """
         if below.probs_BKV is None and below.trees is None and type(self.policy) is Exact:
             target_tokens = target.choices if target.all_greedy else _own_tokens(rows, target.probs_BKV)
-            kept = [common_prefix(chain, tokens) for chain, tokens in zip(below.chains, target_tokens)]
-            return [(tokens[: n + 1], list(range(n + 1))) for tokens, n in zip(target_tokens, kept)]
+            new = []
+            for chain, tokens in zip(below.chains, target_tokens):
+                end = common_prefix(chain, tokens) + 1
+                new.append((tokens[:end], list(range(end))))
+            return new
         decisions = self.runner.judge(rows, target, below, self.draft)
         return [
             (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import abc
 
-from fly.drafts.base import Continuation, DraftStrategy, is_built_in, pad, until_end
+from fly.drafts.base import Continuation, DraftStrategy, is_built_in, until_end
 from fly.runner.executor import DraftSpec, Lookup
 from fly.runner.request import Row, common_prefix
 from fly.types import Draft
@@ -86,8 +86,13 @@ class NGramDraft(DraftStrategy):
         self._indices: dict[int, Index] = {}
 
     def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
-        copied = [self._index(row).copied(row.tokens, min(most, self.k)) for row, most in zip(rows, max_len)]
-        return pad([until_end(tokens, row) for row, tokens in zip(rows, copied)])
+        drafts = []
+        for row, most in zip(rows, max_len):
+            if row.id not in self._indices:
+                self._indices[row.id] = Index(self.longest, self.shortest)
+            copied = self._indices[row.id].copied(row.tokens, min(most, self.k))
+            drafts.append(until_end(copied, row))
+        return Draft.of(drafts)
 
     @property
     def lookup(self) -> Lookup:
@@ -100,6 +105,3 @@ class NGramDraft(DraftStrategy):
 
     def release(self, row: Row) -> None:
         self._indices.pop(row.id, None)
-
-    def _index(self, row: Row) -> Index:
-        return self._indices.setdefault(row.id, Index(self.longest, self.shortest))

@@ -14,10 +14,10 @@ from typing import Any, TypeGuard, get_args
 import torch
 
 from fly import drafts
-from fly.bundled import BUNDLED, HEADS, find_checkpoint, is_here, names_a_checkpoint
 from fly.drafts.base import DraftStrategy
 from fly.expressions import CLASS_PATH, Registry, Text
 from fly.late import Places
+from fly.models.bundled import BUNDLED, HEADS, find_checkpoint, is_here, names_a_checkpoint
 from fly.models.heads import EAGLE3, head_kind
 from fly.policies import AcceptancePolicy, parse_policy
 

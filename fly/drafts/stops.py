@@ -38,5 +38,8 @@ def usual_reach(reach: float | None, policy: AcceptancePolicy) -> float:
 def reach_of(rows: abc.Sequence[Row], reach: float | None, worth: float) -> tuple[float, ...]:
     """Return ``DraftSpec.reach`` for each row: ``worth`` if it is known (not 0), otherwise ``usual_reach``. ``worth``
     is squared for rules that excuse mismatches, which keep tokens more often."""
-    power = [1 if row.policy.guarantee is Guarantee.LOSSLESS else 2 for row in rows]
-    return tuple(worth**n or usual_reach(reach, row.policy) for n, row in zip(power, rows))
+    limits = []
+    for row in rows:
+        power = 1 if row.policy.guarantee is Guarantee.LOSSLESS else 2
+        limits.append(worth**power or usual_reach(reach, row.policy))
+    return tuple(limits)

@@ -15,7 +15,7 @@ from fly.drafts.heads import HeadRunner
 from fly.drafts.model import seed_of
 from fly.drafts.stops import check_limits, reach_of
 from fly.runner.executor import DraftSpec, Head
-from fly.runner.request import Row, any_reads_logits
+from fly.runner.request import Row
 from fly.runner.sampling import BatchSampling
 from fly.types import Draft
 
@@ -138,7 +138,8 @@ class HeadDraft(StopsByChance):
     def _spec(self, rows: abc.Sequence[Row], worth: float) -> DraftSpec:
         """Return how the head drafts chains for ``rows`` (``worth`` as for ``propose``)."""
         reach = reach_of(rows, self.reach, worth)
-        return DraftSpec(self.confidence, reach, with_logits=self.with_logits or any_reads_logits(rows))
+        with_logits = self.with_logits or any(row.policy.reads_logits for row in rows)
+        return DraftSpec(self.confidence, reach, with_logits=with_logits)
 
     def prefill(self, parts: abc.Sequence[tuple[Row, int]]) -> None:
         """Read the earlier chunks of the prompts. The target has computed their hidden states, but not this chunk's."""

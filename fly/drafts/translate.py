@@ -245,7 +245,7 @@ class TranslatedDraft(StopsByChance):
         own_size = draft.runner.executor.config.vocab_size
         self.vocabularies = Vocabularies(tokenizer, vocab_size, draft.runner.tokenizer, own_size)
         self.mode = self.vocabularies.mode
-        if self.mode == "padded" and vocab_size < own_size and not isinstance(draft.executor, Restricted):
+        if self.mode == "padded" and vocab_size < own_size and not isinstance(draft.runner.executor, Restricted):
             raise ValueError(
                 f"{type(draft).__name__} drafts {own_size} ids for a target of {vocab_size}; attach it by a "
                 "TranslatingSetup, which leaves out the ids that the target lacks"

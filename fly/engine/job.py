@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -79,13 +81,16 @@ class Request:
         """Return the request's output, without the ``others`` of the same prompt."""
         row = self.row
         ids = row.tokens[row.prompt_length :]
-        stream = self.text
-        if stream is not None:
-            stream.finish()
-            text = stream.text
+        begin: Callable[[], TextStream] | None = None
+        if self.text is not None:
+            self.text.finish()
+            text = self.text.text
+            begin = self.text.fresh
+        elif self.tokenizer is not None:
+            text = self.tokenizer.decode(ids)
+            begin = partial(TextStream, self.tokenizer)
         else:
-            text = self.tokenizer.decode(ids) if self.tokenizer else ""
-            stream = TextStream(self.tokenizer) if self.tokenizer else None
+            text = ""
         reasoning, text = Splitter.split(self.thinking, text)
         unscored = [None] * (row.prompt_length - len(row.prompt_logprobs))
         return Output(
@@ -101,7 +106,7 @@ class Request:
             guarantee=self.promise.guarantee,
             bound=self.promise.bound,
             reasoning=reasoning,
-            _reader=Reader(stream, self.thinking, row.params.min_tokens),
+            _reader=Reader(begin, self.thinking, row.params.min_tokens),
         )
 
 

@@ -20,7 +20,7 @@ from bisect import insort
 from collections import abc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from fly.cache import BlockAllocator, OutOfBlocks
 from fly.drafts.limits import check_rule
@@ -41,10 +41,19 @@ def max_scored(max_rows: int, vocab_size: int) -> int:
 
 @dataclass
 class _Step:
-    """The input of one step: ``rows`` that emit, and a chunk of each prompt (or of a preempted row's text)."""
+    """The input of one step: ``rows`` that emit; and others, each with the number of tokens of its prompt (or of its
+    text, after a preemption) that are cached after the step."""
 
     rows: list[Row] = field(default_factory=list)
     prefill: list[tuple[Row, int]] = field(default_factory=list)
+
+
+class _Cache(NamedTuple):
+    """A cache that limits which requests run: the target's, or a drafter's, which rows without drafts do not use."""
+
+    allocator: BlockAllocator
+    longest: int  # the most tokens that it holds of a row
+    of_drafter: bool
 
 
 @dataclass
@@ -91,6 +100,11 @@ class Scheduler:
         # The most prompt tokens scored in one step: their logits must fit into memory, and each row needs one token.
         self._scores = max_scored(max_rows, engine.runner.executor.config.vocab_size)
         self._count = itertools.count()
+        # Trees need cache slots beyond a row's longest path.
+        self._spare = 0 if engine.strategy is None else engine.strategy.spare
+        self._caches = [_Cache(engine.runner.cache.allocator, engine.context + self._spare, False)]
+        for drafter in engine.setup.drafters:
+            self._caches.append(_Cache(drafter.allocator, drafter.context + self._spare, True))
         self._stepping = False
         self._stuck: Row | None = None  # a row that did not fit; None once pages are freed
 
@@ -105,7 +119,7 @@ class Scheduler:
 
     def allocators(self) -> list[BlockAllocator]:
         """Return the allocators of all caches, the target's first."""
-        return [allocator for allocator, _, _ in self._caches()]
+        return [cache.allocator for cache in self._caches]
 
     def forget(self) -> None:
         """Empty the prompt cache, so that the next prompts are computed and not found."""
@@ -118,11 +132,12 @@ class Scheduler:
         if row.k and self.engine.strategy is not None:
             check_rule(row.policy, self.engine.strategy, row.draft, row.greedy)
         end = row.prompt_length + row.params.max_tokens + self._spare
-        if any(a.blocks_for(min(end, most)) > a.num_blocks for a, most, _ in self._caches()):
-            raise ValueError(
-                f"{row.prompt_length} tokens and max_tokens {row.params.max_tokens} do not fit the KV cache; give "
-                "fewer, or a larger cache"
-            )
+        for allocator, longest, _ in self._caches:
+            if allocator.blocks_for(min(end, longest)) > allocator.num_blocks:
+                raise ValueError(
+                    f"{row.prompt_length} tokens and max_tokens {row.params.max_tokens} do not fit the KV cache; give "
+                    "fewer, or a larger cache"
+                )
 
     def add(self, row: Row, stopped: Callable[[Row, int], bool] | None = None) -> None:
         """Add ``row`` to the waiting rows. ``stopped(row, token)`` is called with every token and may end the row.
@@ -158,8 +173,10 @@ class Scheduler:
             step = self._plan()
         # Run the step.
         before = [*self.running]
-        for row, fed in (*((row, self._count_unfed(row)) for row in step.rows), *step.prefill):
-            self._clients[row.client].served += fed
+        for row in step.rows:
+            self._clients[row.client].served += self._count_unfed(row)
+        for row, end in step.prefill:
+            self._clients[row.client].served += end - self.engine.runner.cached(row)
         self._stepping = True
         try:
             if before:
@@ -189,8 +206,11 @@ class Scheduler:
             self.engine.step(step.rows, self._stop if self._stopped else None, step.prefill, seconds)
         except Exception as error:
             self._failed(error)
-            # The failed step changed nothing, so it can be taken again in parts.
-            parts = [_Step([row]) for row in step.rows] + [_Step([], [part]) for part in step.prefill]
+            # The failed step emitted nothing, so it can be taken again in parts. If its forward has read the chunks
+            # before the error, each reads one token more, since a step reads something.
+            parts = [_Step([row]) for row in step.rows]
+            for row, end in step.prefill:
+                parts.append(_Step([], [(row, max(end, self.engine.runner.cached(row) + 1))]))
             if len(parts) > 1:
                 if not isinstance(error, OutOfBlocks):
                     warnings.warn(
@@ -320,8 +340,8 @@ class Scheduler:
     def _count_unfed(self, row: Row) -> int:
         """Return how many tokens of ``row`` must be fed before it decodes: its prompt, or after a preemption its text.
         The last token of a text is fed when the row decodes; if the row only scores its prompt, it is never fed."""
-        pending = self.engine.runner.pending(row)
-        return pending - 1 if row.generated or not row.params.max_tokens else pending
+        unfed = len(row.tokens) - self.engine.runner.cached(row)
+        return unfed - 1 if row.generated or not row.params.max_tokens else unfed
 
     def _plan(self) -> _Step:
         """Plan a step: all rows that decode, and chunks of prompts with the remaining tokens. Each client gets an equal
@@ -338,26 +358,24 @@ class Scheduler:
                 remaining -= 1 + self._max_drafted(row)
         # Divide the remaining tokens of the step among the prompts, and the tokens to score among the scored prompts.
         remaining = max(remaining, _MIN_CHUNK, self.step_tokens // _MIN_PART)
-        shares = _divide(remaining, {name: sum(prompts.values()) for name, prompts in filling.items()})
-        scored_counts = {
-            name: sum(len(self._scored_tokens(*each)) for each in prompts.items()) for name, prompts in filling.items()
-        }
-        scores = _divide(self._scores, scored_counts)
+        cached = self.engine.runner.cached
+        unfed_of, unscored_of = dict[str, int](), dict[str, int]()  # tokens of each client
+        for name, prompts in filling.items():
+            unfed_of[name] = sum(prompts.values())
+            unscored_of[name] = sum(len(row.scored(cached(row), unfed)) for row, unfed in prompts.items())
+        shares, scores = _divide(remaining, unfed_of), _divide(self._scores, unscored_of)
         for name, prompts in filling.items():
             for row, fed in _divide(shares[name], prompts).items():
-                if len(scored := self._scored_tokens(row, fed)) > scores[name]:
+                start = cached(row)
+                if len(scored := row.scored(start, fed)) > scores[name]:
                     scored = scored[: scores[name]]
-                    fed = scored.stop - 1 - (len(row.tokens) - self.engine.runner.pending(row))
+                    fed = scored.stop - 1 - start
                 scores[name] -= len(scored)
                 if fed == prompts[row] and not row.generated and row.params.max_tokens:
                     step.rows.append(row)  # the prompt's last token gives the first new one
                 elif fed:
-                    step.prefill.append((row, fed))
+                    step.prefill.append((row, start + fed))
         return step
-
-    def _scored_tokens(self, row: Row, taken: int) -> range:
-        """Return which prompt tokens of ``row`` are scored when ``taken`` more tokens are fed."""
-        return row.scored(len(row.tokens) - self.engine.runner.pending(row), taken)
 
     def _may_join(self, row: Row) -> bool:
         """Whether there is room for the next round of ``row`` and of all running rows. Each running row must also have
@@ -370,27 +388,19 @@ class Scheduler:
         for row in step.rows:
             ahead = self._max_drafted(row)
             ends.append((row, len(row.tokens) + ahead + (self._spare if ahead else 0)))
-        ends += [(row, len(row.tokens) - self.engine.runner.pending(row) + fed) for row, fed in step.prefill]
-        for allocator, limit, drafts in self._caches():
-            stored = [(row.id, min(end, limit)) for row, end in ends if row.k or not drafts]
-            if slack + sum(allocator.missing(*each) for each in stored) > allocator.num_free:
+        ends += step.prefill
+        for allocator, longest, of_drafter in self._caches:
+            missing = slack
+            for row, end in ends:
+                if row.k or not of_drafter:
+                    missing += allocator.missing(row.id, min(end, longest))
+            if missing > allocator.num_free:
                 return False
         return True
 
     def _max_drafted(self, row: Row) -> int:
         """Return the most tokens that may be drafted for ``row`` in its next round."""
         return 0 if self.engine.strategy is None else most_drafted(row.k, self.engine.left(row))
-
-    @property
-    def _spare(self) -> int:
-        """Cache slots that trees need beyond a row's longest path."""
-        return 0 if self.engine.strategy is None else self.engine.strategy.spare
-
-    def _caches(self) -> abc.Sequence[tuple[BlockAllocator, int, bool]]:
-        """Return for each cache its allocator, the most tokens that it holds of a row, and whether drafters use it."""
-        target_cache = self.engine.runner.cache.allocator, self.engine.context + self._spare, False
-        drafters = self.engine.setup.drafters
-        return [target_cache, *((drafter.allocator, drafter.context + self._spare, True) for drafter in drafters)]
 
 
 _Claimant = TypeVar("_Claimant", bound=abc.Hashable)
@@ -400,7 +410,7 @@ def _divide(amount: int, wanted: dict[_Claimant, int]) -> dict[_Claimant, int]:
     """Divide ``amount`` into equal parts. A part is at most what is ``wanted``, and the others get what it leaves.
     Parts are rounded up: if there are fewer tokens than parts, the first parts get one token each."""
     parts = {}
-    for number, (who, most) in enumerate(sorted(wanted.items(), key=lambda entry: entry[1])):
-        parts[who] = min(most, -(-amount // (len(wanted) - number)))
+    for number, who in enumerate(sorted(wanted, key=wanted.__getitem__)):
+        parts[who] = min(wanted[who], -(-amount // (len(wanted) - number)))
         amount -= parts[who]
     return parts

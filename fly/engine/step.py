@@ -71,9 +71,9 @@ class Engine:
 
         Args:
             stopped: gets every emitted token in order, and may end the row there (stop strings).
-            prefill: other rows whose prompts are read in chunks, each with the number of its tokens to cache now (at
-                most all but the last). They emit nothing in this step. A row with ``max_tokens`` 0 ends when its prompt
-                is scored.
+            prefill: other rows whose prompts are read in chunks, each with the number of its tokens that are cached
+                after this step (at most all but the last). They emit nothing in this step. A row with ``max_tokens`` 0
+                ends when its prompt is scored.
             seconds: replaces ``stretch`` if it is less.
 
         Rows that end get their ``finish_reason`` and keep their cache until ``release``.
@@ -86,13 +86,13 @@ class Engine:
         """
         runner, strategy = self.runner, self.strategy
         before = [len(row.provenance) for row in rows]
-        prompts = [runner.pending(row) > 1 or not row.generated for row in rows]
+        prompts = [not row.generated or len(row.tokens) - runner.cached(row) > 1 for row in rows]
         if prefill and strategy is not None:
-            strategy.prefill([(row, len(runner.begin(row)) + n) for row, n in prefill])
+            strategy.prefill(prefill)
         try:
             # Prompts, and rows that need something between two rounds, take one round at a time.
             if prefill or any(prompts) or not self._take_several(rows, stopped, seconds):
-                self._take_round(rows, stopped, prefill, prompts)
+                self._take_round(rows, stopped, prefill, prompts, before)
         finally:
             # Commit: roll all caches back to the emitted tokens, also after an error.
             runner.commit([*rows, *(row for row, _ in prefill)])
@@ -106,8 +106,9 @@ class Engine:
         stopped: OnToken | None,
         prefill: abc.Sequence[tuple[Row, int]],
         prompts: list[bool],
+        before: list[int],
     ) -> None:
-        """Propose, verify, decide and emit, once for each row."""
+        """Propose, verify, decide and emit, once for each row, whose first new token gets the number ``before[b]``."""
         # Propose: the strategy drafts up to K tokens for each row.
         draft = self._propose(rows, prompts)
         # Verify: one forward of the target over the last tokens and the drafts scores K + 1 places of each row.
@@ -119,8 +120,7 @@ class Engine:
                 row.matcher.check(decision.path[-1] + 1 if len(decision.path) else 0)
         if self.strategy is not None and rows:
             self.strategy.observe(rows, draft, target)
-        # Emit: each row grows by its tokens, up to where it ends. Its first new token is number ``before[b]``.
-        before = [len(row.provenance) for row in rows]
+        # Emit: each row grows by its tokens, up to where it ends.
         for row, decision, prompt in zip(rows, decisions, prompts):
             apply(row, [decision], self.left(row), stopped, prompt)
         explain_tokens(raw_BJV, rows, decisions, before, self.runner.executor.numbers)
@@ -194,10 +194,9 @@ class Engine:
 
     def enter_thread(self) -> None:
         """Prepare the calling thread, which will take all steps. Called once, before the first."""
-        executor = self.runner.executor
-        drafters = [drafter.executor for drafter in self.setup.drafters]
-        if self.setup.all_built_in and all(other is not None and other.own_threads for other in (executor, *drafters)):
-            executor.enter_thread()
+        runners = (self.runner, *self.setup.drafters)
+        if self.setup.all_built_in and all(each.executor.own_threads for each in runners):
+            self.runner.executor.enter_thread()
 
     def release(self, row: Row) -> None:
         """Free everything ``row`` holds, in the target's cache and the strategy's."""

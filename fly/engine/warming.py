@@ -32,7 +32,7 @@ def warm_up(
         generate: decodes prompts (token ids), each with its own parameters.
         advance: called with a text after each kind of batch.
     """
-    executors = [engine.runner.executor, *(each.executor for each in engine.setup.drafters if each.executor)]
+    executors = [engine.runner.executor, *(each.executor for each in engine.setup.drafters)]
     if not executors[0].captures:
         return
     context, vocab_size = executors[0].config.max_position_embeddings, executors[0].config.vocab_size

@@ -22,7 +22,7 @@ from fly.models.directory import Directory
 from fly.models.families import FAMILIES, SLIDING
 from fly.models.llama import signed_tables
 
-__all__ = ["DFLASH", "EAGLE3", "NOT_BUILT", "PEAGLE", "TrainedHead", "find_mask_id", "head_kind", "is_head"]
+__all__ = ["DFLASH", "EAGLE3", "NOT_BUILT", "PEAGLE", "TrainedHead", "find_mask_id", "head_kind"]
 
 # The kinds of heads: EAGLE-3 drafts token after token. DFlash, DSpark and P-EAGLE draft a block in one forward.
 EAGLE3, DFLASH, PEAGLE = "eagle3", "dflash", "peagle"
@@ -70,11 +70,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {**_SIZES, "vocab_size": 32000, "intermediate_size": 11008},
     "qwen3": {**_SIZES, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32},
 }
-
-
-def is_head(path: Path) -> bool:
-    """Whether the ``config.json`` in a directory describes a draft head."""
-    return head_kind(path) is not None
 
 
 def head_kind(path: Path) -> str | None:

@@ -120,8 +120,8 @@ def signed_tables(config: LlamaConfig, dtype: torch.dtype, device: torch.device)
     """Return the cosines and sines [P, 1, D] that ``rotate`` takes, for each of ``config.ropes``."""
     tables = []
     for cos, sin in rotary_tables(config):
-        doubled = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-        cos_P1D, sin_P1D = (table.unsqueeze(1).to(device, dtype) for table in doubled)
+        cos_P1D = torch.cat([cos, cos], -1).unsqueeze(1).to(device, dtype)
+        sin_P1D = torch.cat([-sin, sin], -1).unsqueeze(1).to(device, dtype)
         tables.append((cos_P1D, sin_P1D))
     return tables
 

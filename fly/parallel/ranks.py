@@ -88,8 +88,8 @@ class Ranks:
     ``random`` draws the same unpredictable numbers on every rank; its seed comes from the first rank.
 
     torch.compile can trace the collectives on tensors of the device (``sum_``, ``max_``, ``gather``, ``join``,
-    ``spread``, ``note``), and CUDA graphs can capture them. Capture with ``capture_error_mode="thread_local"``, since
-    another thread queries the device. Wait for the result of such a graph inside ``awaited``."""
+    ``note``), and CUDA graphs can capture them. Capture with ``capture_error_mode="thread_local"``, since another
+    thread queries the device. Wait for the result of such a graph inside ``awaited``."""
 
     def __init__(
         self, group: Any = None, control: Any = None, draft_placement: Placement = "auto", whole_sums: bool = False
@@ -136,13 +136,6 @@ class Ranks:
     def join(self, x: Tensor) -> Tensor:
         """Concatenate the ``x`` [..., W] of all ranks along the last dimension: [..., ranks * W]."""
         return x if self.size == 1 else torch.cat(self.gather(x).unbind(0), dim=-1)
-
-    def spread(self, x: Tensor) -> Tensor:
-        """Copy the first rank's ``x`` into the ``x`` of the others, in place. Shape and dtype must be the same."""
-        if self.size > 1:
-            x = x.contiguous()
-            self._run(dist.broadcast, x, src=self.first)
-        return x
 
     def share(self, value: Share | None, wait: bool = False) -> Share:
         """Return the first rank's value, on every rank. With ``wait``, no rank is blamed if it takes long."""

@@ -386,14 +386,13 @@ def draft_apart(
 ) -> Drafted:
     """Draft chains in the ``first`` way for the rows where ``is_first``, and in the ``second`` way for the others. So a
     row's way does not depend on the rows beside it. Return the drafts in the order of the rows."""
-    numbers_of = {kind: [b for b, each in enumerate(is_first) if each is kind] for kind in (True, False)}
-    if not numbers_of[True]:
-        return second(numbers_of[False], spec, rows, max_len, sampling, seeds)
-    if not numbers_of[False]:
-        return first(numbers_of[True], spec, rows, max_len, sampling, seeds)
+    if all(is_first):
+        return first([*range(len(rows))], spec, rows, max_len, sampling, seeds)
+    if not any(is_first):
+        return second([*range(len(rows))], spec, rows, max_len, sampling, seeds)
     part_of = dict[int, tuple[Drafted, int]]()  # for each row, the draft that it is in, and its number there
     for kind, way in ((True, first), (False, second)):
-        numbers = numbers_of[kind]
+        numbers = [b for b, each in enumerate(is_first) if each is kind]
         some_rows, lengths = [rows[b] for b in numbers], [max_len[b] for b in numbers]
         some_seeds = [seeds[b] for b in numbers] if seeds else ()
         some_sampling = None if sampling is None else BatchSampling.of([row.params for row in some_rows])

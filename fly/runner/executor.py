@@ -141,6 +141,7 @@ class RoundPlan:
 
     rows: list[RoundRow]
     kv: PagedBatch  # each row's last token, which is not cached yet, with room for the tokens of all rounds
+    rooms: list[int]  # for each row, how many tokens its pages have room for
     control_V: Tensor  # bool, the control tokens of the vocabulary
     sampling: BatchSampling | None  # None if all rows are greedy
     spec: DraftSpec = field(default_factory=DraftSpec)

@@ -23,7 +23,6 @@ __all__ = [
     "Row",
     "Stats",
     "Token",
-    "any_reads_logits",
     "by_policy",
     "common_prefix",
     "most_drafted",
@@ -193,7 +192,7 @@ class Row:
     seed: int
     k: int
     stop_ids: frozenset[int] = frozenset()  # tokens that end it: end-of-sequence and the request's own
-    id: int = field(default_factory=lambda: next(_ids))
+    id: int = field(default_factory=_ids.__next__)
     provenance: list[Token] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float]] = field(default_factory=list)  # from ``prompt_logprobs_start`` on
@@ -281,8 +280,3 @@ def by_policy(rows: abc.Sequence[Row]) -> dict[AcceptancePolicy, list[int]]:
     for b, row in enumerate(rows):
         groups.setdefault(row.policy, []).append(b)
     return groups
-
-
-def any_reads_logits(rows: abc.Sequence[Row]) -> bool:
-    """Whether the rule of any of these rows reads the draft's logits (``Draft.logits_BKV``)."""
-    return any(row.policy.reads_logits for row in rows)

@@ -15,8 +15,7 @@ import itertools
 import sys
 from array import array
 from collections import abc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -113,9 +112,9 @@ class Runner:
         self._states = tuple(sorted(union)) if several else tuple(layers)
         return self._watches[-1]
 
-    def pending(self, row: Row) -> int:
-        """Return how many tokens of ``row`` are not cached yet."""
-        return len(row.tokens) - len(self._cached.get(row.id, ()))
+    def cached(self, row: Row) -> int:
+        """Return how many tokens of ``row`` are cached."""
+        return len(self._cached.get(row.id, ()))
 
     def begin(self, row: Row) -> list[int]:
         """Return the cached tokens of ``row``. A new row adopts pages that other rows filled with the same first
@@ -183,8 +182,8 @@ class Runner:
             relaxed_B=lambda: upload([row.stats.relaxed for row in rows], device),
             nats_B=lambda: sent(torch.tensor([row.stats.nats for row in rows]), device),
             spent=lambda label: sent(torch.tensor([row.stats.cost(label) for row in rows]), device),
-            relaxed_at=[row.relaxed_at for row in rows],
-            history=[row.tokens for row in rows],
+            relaxed_at=lambda: [row.relaxed_at for row in rows],
+            history=lambda: [row.tokens for row in rows],
             choices=choices,
         )
 
@@ -227,7 +226,7 @@ class Runner:
             drafts: the drafted tokens of each row.
             parents: for drafts that are trees, the parents of the tokens, as in ``Draft``. A token sees only its
                 ancestors, and stands at the position after them.
-            prefill: further rows, and how many more tokens of each to cache in the same forward.
+            prefill: further rows, each with the number of its tokens up to which the same forward caches them.
             on_prompt: called for every row that wants its prompt scored, with the numbers of the tokens
                 (``Row.scored``) and their logits.
 
@@ -240,16 +239,18 @@ class Runner:
         """
         # Pack each row's uncached tokens and its draft, and after all rows the chunks of prompts.
         fed = [*rows, *(row for row, _ in prefill)]
-        with self._all_or_none(fed) as starts:
-            new = [row.tokens[start:] + draft for row, start, draft in zip(rows, starts, drafts)]
-            new += [row.tokens[start : start + n] for (row, n), start in zip(prefill, starts[len(rows) :])]
-            counts = [len(tokens) for tokens in new]
-            batch = Batch.of(new, self._reserve(fed, starts, counts, counts))
+        ends = [len(row.tokens) + len(draft) for row, draft in zip(rows, drafts)] + [end for _, end in prefill]
+        kv = self._reserve(fed, ends, ends)
+        new = [row.tokens[start:] + draft for row, start, draft in zip(rows, kv.starts, drafts)]
+        new += [row.tokens[start:end] for (row, end), start in zip(prefill, kv.starts[len(rows) :])]
+        batch = Batch.of(new, kv)
         if parents is not None:
             _arrange_trees(batch, rows, parents)
         # Run the forward. After it, all fed tokens are cached.
-        prompts = [row.scored(start, count) for row, start, count in zip(fed, starts, counts)] if on_prompt else []
-        places = _places(starts, counts, drafts, prompts)
+        prompts = []
+        if on_prompt is not None:
+            prompts = [row.scored(start, count) for row, start, count in zip(fed, kv.starts, kv.counts)]
+        places = _places(kv, drafts, prompts)
         scores = self.executor.score(batch, places, *([self._states] if self._states else []))
         for row, added in zip(fed, new):
             self._cached[row.id].extend(added)
@@ -257,7 +258,7 @@ class Runner:
             if tree:
                 self._trees[row.id] = (len(row.tokens), tree)
         if scores.states_TF is not None:
-            self._keep_states(fed, starts, counts, scores.states_TF)
+            self._keep_states(fed, kv.starts, kv.counts, scores.states_TF)
         # The rounds' logits come first, [B, J, V]; then the scored prompts'.
         per_row = 1 + max(map(len, drafts), default=0)
         logits_NV = scores.logits_NV
@@ -271,7 +272,9 @@ class Runner:
         choices = None if argmax is None else [argmax[at : at + per_row] for at in range(0, end, per_row)]
         return logits_NV[:end].unflatten(0, (len(rows), per_row)), choices
 
-    def _keep_states(self, rows: abc.Sequence[Row], starts: list[int], counts: list[int], states_TF: Tensor) -> None:
+    def _keep_states(
+        self, rows: abc.Sequence[Row], starts: abc.Sequence[int], counts: abc.Sequence[int], states_TF: Tensor
+    ) -> None:
         """Give the hidden states of the fed tokens to the drafters that need them."""
         width = self.executor.config.hidden_size
         for watch in self._watches:
@@ -279,7 +282,7 @@ class Runner:
             if watch.layers != self._states:
                 places = [self._states.index(number) for number in watch.layers]
                 watched_TF = torch.cat([states_TF[:, at * width : (at + 1) * width] for at in places], -1)
-            for row, start, states_NF in zip(rows, starts, watched_TF.split(counts)):
+            for row, start, states_NF in zip(rows, starts, watched_TF.split([*counts])):
                 if row.k:
                     watch.add(row, start, states_NF)
 
@@ -299,12 +302,10 @@ class Runner:
         """
         if not rows:
             return Drafted([])
-        with self._all_or_none(rows) as starts:
-            new = [row.tokens[start:] for row, start in zip(rows, starts)]
-            counts = [len(tokens) for tokens in new]
-            room = [count + (n - 1 if spec.tree is None else spec.tree.spare) for count, n in zip(counts, max_len)]
-            batch = Batch.of(new, self._reserve(rows, starts, counts, room))
-        drafted = self.executor.extend(batch, spec, rows, max_len, sampling, seeds)
+        rooms = [len(row.tokens) + (n - 1 if spec.tree is None else spec.tree.spare) for row, n in zip(rows, max_len)]
+        kv = self.prepare(rows, rooms)
+        new = [row.tokens[start:] for row, start in zip(rows, kv.starts)]
+        drafted = self.executor.extend(Batch.of(new, kv), spec, rows, max_len, sampling, seeds)
         for row, added, tokens, n in zip(rows, new, drafted.tokens, max_len):
             cached = self._cached[row.id]
             cached += added + (tokens[:-1] if spec.tree is None else [])
@@ -366,6 +367,7 @@ class Runner:
         return RoundPlan(
             [RoundRow.of(*each) for each in zip(rows, left, k)],
             kv,
+            rooms,
             self.control_V,
             None if all(row.greedy for row in rows) else BatchSampling.of([row.params for row in rows]),
             spec,
@@ -411,30 +413,25 @@ class Runner:
     def prepare(self, rows: abc.Sequence[Row], rooms: abc.Sequence[int]) -> PagedBatch:
         """Make a batch of the uncached tokens of ``rows``, and reserve room for ``rooms[b]`` tokens of each row in all.
         Raises ``OutOfBlocks``, and changes nothing, if there is no room."""
-        with self._all_or_none(rows) as starts:
-            counts = [len(row.tokens) - start for row, start in zip(rows, starts)]
-            return self._reserve(rows, starts, counts, [room - start for room, start in zip(rooms, starts)])
+        return self._reserve(rows, [len(row.tokens) for row in rows], rooms)
 
-    @contextmanager
-    def _all_or_none(self, rows: abc.Sequence[Row]) -> Iterator[list[int]]:
-        """Begin the rows (``begin``), and yield how many tokens of each are cached. If this context raises an error,
-        take back all pages that the rows got, and release the new rows."""
+    def _reserve(self, rows: abc.Sequence[Row], ends: abc.Sequence[int], rooms: abc.Sequence[int]) -> PagedBatch:
+        """Begin the rows (``begin``), and reserve room for ``rooms[b]`` tokens of each in all. Make a batch of each
+        row's tokens from the cached ones up to number ``ends[b]``. After an error, the rows hold what they held
+        before."""
         new = [row for row in rows if row.id not in self._cached]
         starts = [len(self.begin(row)) for row in rows]
         try:
-            yield starts
+            for row, room in zip(rows, rooms):
+                self.cache.resize(row.id, room)
+            counts = [end - start for start, end in zip(starts, ends)]
+            return self.cache.batch([row.id for row in rows], starts, counts)
         except BaseException:
             for row, start in zip(rows, starts):
                 self.cache.resize(row.id, start)
             for row in new:
                 self.release(row)
             raise
-
-    def _reserve(self, rows: abc.Sequence[Row], starts: list[int], counts: list[int], room: list[int]) -> PagedBatch:
-        """Reserve ``room[b]`` slots after each row's cached tokens. Make a batch of its ``counts[b]`` new tokens."""
-        for row, start, slots in zip(rows, starts, room):
-            self.cache.resize(row.id, start + slots)
-        return self.cache.batch([row.id for row in rows], starts, counts)
 
     def commit(self, rows: Iterable[Row]) -> None:
         """Roll the cache back to each row's tokens: drafted tokens that were not kept leave it. At most all tokens but
@@ -479,19 +476,17 @@ def _arrange_trees(batch: Batch, rows: abc.Sequence[Row], parents: abc.Sequence[
     kv.masks = masks
 
 
-def _places(
-    starts: list[int], counts: list[int], drafts: abc.Sequence[list[int]], prompts: abc.Sequence[range]
-) -> list[int] | None:
+def _places(kv: PagedBatch, drafts: abc.Sequence[list[int]], prompts: abc.Sequence[range]) -> list[int] | None:
     """Return the numbers of the packed tokens after which logits are wanted. First come each row's last token and its
     drafted ones; a row with a shorter draft repeats its last. Then comes the token before each token of ``prompts``.
     None means every packed token in order."""
     longest = max(map(len, drafts), default=0)
-    even = all(len(draft) == longest == count - 1 for draft, count in zip(drafts, counts))
-    if even and len(drafts) == len(counts) and not any(prompts):
+    even = all(len(draft) == longest == count - 1 for draft, count in zip(drafts, kv.counts))
+    if even and len(drafts) == len(kv.counts) and not any(prompts):
         return None
-    ends = list(itertools.accumulate(counts))
+    ends = list(itertools.accumulate(kv.counts))
     places = [min(end - 1 - len(draft) + j, end - 1) for end, draft in zip(ends, drafts) for j in range(longest + 1)]
-    for end, start, count, scored in zip(ends, starts, counts, prompts):
+    for end, start, count, scored in zip(ends, kv.starts, kv.counts, prompts):
         before = end - count - start - 1  # the place of the token before the row's token 0
         places += range(before + scored.start, before + scored.stop)
     return places

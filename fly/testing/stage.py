@@ -104,7 +104,7 @@ class Stage:
         seen_rows = (
             dataclasses.replace(row, tokens=row.tokens[:-1]) for row in rows if len(row.tokens) <= self.positions
         )
-        if new_rows := [row for row in seen_rows if self.runner.pending(row)]:
+        if new_rows := [row for row in seen_rows if self.runner.cached(row) < len(row.tokens)]:
             self.runner.feed(new_rows, [[]] * len(new_rows))
 
     def draft(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:

@@ -27,9 +27,8 @@ from fly.backends.cpu.library import (
     CRules,
     Sampling,
     clause_kinds,
-    default_variant,
+    default_number,
     fast_call,
-    variant_number,
 )
 from fly.policies.base import AcceptancePolicy, accepts_exactly, draws_exactly
 from fly.policies.conditions import Clause, Condition, Past
@@ -183,7 +182,7 @@ def lay_rules(
         c_rule.clauses = len(listed) - c_rule.clause_at
         if clauses:
             c_rule.table = 0b10 if policy.relaxation is None else policy.relaxation.table or 0  # a gate is one clause
-    rules = CRules(variant_number(default_variant()), vocab)
+    rules = CRules(default_number(), vocab)
     if listed and control_V is None:
         control_V = torch.zeros(vocab, dtype=torch.bool)
     for mask in masks:
@@ -212,8 +211,10 @@ class Blocks:
     def __init__(self, rows: int, k: int, max_rounds: int, mismatches: int) -> None:
         size = rows * max_rounds
         self.k, self.max_rounds = k, max_rounds
-        self.drafted, self.following = array("q", bytes(8 * size * k)), array("q", bytes(8 * size))
-        self.count, self.accepted = (array("i", bytes(4 * size)) for _ in range(2))
+        self.drafted = array("q", bytes(8 * size * k))
+        self.following = array("q", bytes(8 * size))
+        self.count = array("i", bytes(4 * size))
+        self.accepted = array("i", bytes(4 * size))
         self.choice = array("i", bytes(4 * size * (k + 1)))
         self._mismatch = array("B", bytes(MISMATCH.size * mismatches))
         self.c = CBlocks(k, max_rounds)
@@ -231,23 +232,18 @@ class Blocks:
 
     def decisions(self, rounds: abc.Sequence[int], relaxations: abc.Sequence[Condition | None]) -> list[list[Decision]]:
         """Return, for each row, the decisions of the first ``rounds[b]`` rounds."""
-        found = [self._decisions(b, end) for b, end in enumerate(rounds)]
+        k, wide = self.k, self.k + 1
+        decisions: list[list[Decision]] = [[] for _ in rounds]
+        for b, (of_row, end) in enumerate(zip(decisions, rounds)):
+            at = b * self.max_rounds
+            to = at + end
+            chains, choices = self.drafted[at * k : to * k].tolist(), self.choice[at * wide : to * wide].tolist()
+            for i, (n, m, token) in enumerate(zip(self.count[at:to], self.accepted[at:to], self.following[at:to])):
+                chain, target_choices = chains[i * k : i * k + n], choices[i * wide : i * wide + n + 1]
+                of_row.append(Decision(chain, range(m), token, m == n, target_choices))
         if self.c.mismatches:
-            self._add_mismatches(found, relaxations)
-        return found
-
-    def _decisions(self, b: int, end: int) -> list[Decision]:
-        """Return the decisions of row ``b`` in the rounds before ``end``, without their mismatches."""
-        at = b * self.max_rounds
-        to = at + end
-        k = self.k
-        wide = k + 1
-        chains, choices = self.drafted[at * k : to * k].tolist(), self.choice[at * wide : to * wide].tolist()
-        found = []
-        for i, (n, m, token) in enumerate(zip(self.count[at:to], self.accepted[at:to], self.following[at:to])):
-            chain, own = chains[i * k : i * k + n], choices[i * wide : i * wide + n + 1]
-            found.append(Decision(chain, range(m), token, m == n, own))
-        return found
+            self._add_mismatches(decisions, relaxations)
+        return decisions
 
     def _add_mismatches(self, found: list[list[Decision]], relaxations: abc.Sequence[Condition | None]) -> None:
         """Add each mismatch to its decision, with the clauses that held for it."""

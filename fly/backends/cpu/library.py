@@ -21,7 +21,8 @@ from fly.runner.executor import DraftSpec
 __all__ = [
     "MISMATCH", "CBatch", "CBlocks", "CClause", "CLookup", "CMismatch", "CRoundRow", "CRounds", "CRule",
     "CRules", "CStops", "CStored", "Sampling", "Shape", "Span", "available", "check_target", "chosen", "clause_kinds",
-    "default_variant", "fast_call", "is_for_drafts", "load", "spans", "split", "unusable", "variant_number", "why_not",
+    "default_number", "default_variant", "fast_call", "is_for_drafts", "load", "spans", "split", "unusable",
+    "variant_number", "why_not",
 ]  # fmt: skip
 
 _ABI = 45  # the number in src/library.cpp; a library with another number is refused
@@ -340,13 +341,19 @@ def default_variant() -> str:
 
 
 @cache
+def default_number() -> int:
+    """Return the library's number for the ``default_variant``, which is chosen once."""
+    return variant_number(default_variant())
+
+
+@cache
 def fast_call(name: str, releases_lock: bool = False) -> Any:
     """Return a fast function of the library, for the ``default_variant``. A call holds Python's interpreter lock,
     because taking the lock back from another thread would cost more than the call. With ``releases_lock`` it releases
     the lock."""
     kind = ctypes.CDLL if releases_lock else ctypes.PyDLL
     function = _declare(getattr(kind(None, handle=load()._handle), name), _SHORT[name])
-    return partial(function, variant_number(default_variant())) if _SHORT[name][1][0] is c_int else function
+    return partial(function, default_number()) if _SHORT[name][1][0] is c_int else function
 
 
 @cache

@@ -48,7 +48,7 @@ class _Results:
         """Make room for as many rounds as the plan, its pages and ``_MAX_SCORED`` allow."""
         count = len(plan.rows)
         k = max(row.longest for row in plan.rows)
-        max_rounds = max(room - len(row.tokens) for row, room in zip(plan.rows, _rooms(plan))) + 1
+        max_rounds = max(room - len(row.tokens) for row, room in zip(plan.rows, plan.rooms)) + 1
         max_rounds = min(max_rounds, 1 + _MAX_SCORED // (count * (k + 1)), max(plan.rounds, 1))
         blocks = Blocks(count, k, max_rounds, max(_MAX_MISMATCHES, 2 * count * (k + 1)))
         probs_BKV, states_NF = None, None
@@ -68,9 +68,10 @@ def take_rounds(target: PackedLlama, drafter: PackedLlama | None, plan: RoundPla
     batch, draft_batch = target.batch(None, None, plan.kv), None
     if drafter is not None and plan.draft_kv is not None:
         draft_batch = drafter.batch(None, None, plan.draft_kv)
-    texts = [array("q", row.tokens) for row in plan.rows]
-    for text, room in zip(texts, _rooms(plan)):
-        text.frombytes(bytes(8 * (room + 1 - len(text))))
+    texts = []
+    for row, room in zip(plan.rows, plan.rooms):
+        texts.append(array("q", row.tokens))
+        texts[-1].frombytes(bytes(8 * (room + 1 - len(row.tokens))))
     rows = _lay_rows(plan, texts, lookup is not None)
     rules = lay_rules(
         [(row.policy, row.greedy, row.seed, row) for row in plan.rows], plan.sampling, plan.control_V, target.vocab
@@ -121,11 +122,6 @@ def _read_results(
     )
 
 
-def _rooms(plan: RoundPlan) -> list[int]:
-    """Return how many tokens the pages of each row have room for."""
-    return [plan.kv.cache.allocator.length(seq) for seq in plan.kv.seqs]
-
-
 def _lay_rows(plan: RoundPlan, texts: list[array[int]], copied: bool) -> ctypes.Array[CRoundRow]:
     """Lay out the rows for the library. ``copied``: also lay out a copy of each text, for a lookup."""
     rows = (CRoundRow * len(texts))()
@@ -134,7 +130,7 @@ def _lay_rows(plan: RoundPlan, texts: list[array[int]], copied: bool) -> ctypes.
     if plan.draft_kv is not None:
         starts = [first + start for first, start in zip(firsts, plan.draft_kv.starts)]
     handed = []
-    for c_row, row, text, room, start, first in zip(rows, plan.rows, texts, _rooms(plan), starts, firsts):
+    for c_row, row, text, room, start, first in zip(rows, plan.rows, texts, plan.rooms, starts, firsts):
         c_row.length = len(row.tokens)
         c_row.room = room
         c_row.left = row.left

@@ -124,7 +124,7 @@ def _choose_shape(plan: RoundPlan, groups: Sequence[Group]) -> Shape:
     )
     if not shape.copies and (plan.drafter is not None or lookup is None):
         return shape
-    longest = max(map(plan.kv.cache.allocator.length, plan.kv.seqs)) + k + shape.copies + 1
+    longest = max(plan.rooms) + k + shape.copies + 1
     return replace(shape, text=max(1 << (longest - 1).bit_length(), _SHORTEST_TEXT))  # for texts that grow
 
 
@@ -177,9 +177,8 @@ class _Call:
         group_of_line = [number for number, group in enumerate(groups) for _ in range(group.rows)]
         self.firsts = [0] * len(plan.rows) if plan.given is None else plan.given.first
         self.rows = list[_Row]()
-        for b, (row, seq) in enumerate(zip(plan.rows, plan.kv.seqs)):
+        for b, (row, room) in enumerate(zip(plan.rows, plan.rooms)):
             line = order.index(b)
-            room = plan.kv.cache.allocator.length(seq)
             text = list(row.tokens)
             in_drafter = 0 if plan.draft_kv is None else self.firsts[b] + plan.draft_kv.starts[b]
             place = line, group_of_line[line], room, plan.draft_context

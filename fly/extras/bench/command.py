@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from fly.bundled.tasks import KINDS
 from fly.cli.options import LOADING, K, Policy, takes
 from fly.cli.run import alone
 from fly.cli.show import console, note, progress, table
@@ -18,6 +17,7 @@ from fly.config import DEFAULT_K
 from fly.extras.bench.drafts import PROMISE, STRATEGIES, Drafted, Promise, Ratio, measure_drafts, measure_promise
 from fly.extras.bench.plan_command import bench_plan
 from fly.extras.bench.speed_command import bench_speed
+from fly.models.bundled.tasks import KINDS
 from fly.policies import AcceptancePolicy, parse_policy
 
 

@@ -12,7 +12,6 @@ from itertools import product
 from random import Random
 from typing import Any
 
-from fly.bundled.tasks import KINDS, problems
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import Wrapper
@@ -21,6 +20,7 @@ from fly.extras.bench.loaded import target_of
 from fly.extras.eval import Result, Setting, compare
 from fly.extras.statistics import median_interval
 from fly.llm import LLM
+from fly.models.bundled.tasks import KINDS, problems
 from fly.policies import AcceptancePolicy
 from fly.runner.request import Row, Stats
 from fly.types import Draft, SamplingParams

@@ -10,7 +10,6 @@ import typer
 from rich.markup import escape
 from rich.table import Column
 
-from fly.bundled import open_model
 from fly.cli.options import K, number, option, takes
 from fly.cli.run import alone, refuse_idle, rules_of
 from fly.cli.show import note, print_list, progress, ratio
@@ -20,6 +19,7 @@ from fly.extras.bench.scale import lengths, replays, scaled
 from fly.extras.eval.replay import Replay, Unknown, load_blocks
 from fly.extras.eval.replay_command import Refusals, tell_stops
 from fly.models import CheckpointError, LlamaConfig
+from fly.models.bundled import open_model
 from fly.policies import AcceptancePolicy
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import random
 
-from fly.bundled import BUNDLED
-from fly.bundled.tasks import Problem, problems
 from fly.extras.bench.loaded import target_of
 from fly.llm import LLM
+from fly.models.bundled import BUNDLED
+from fly.models.bundled.tasks import Problem, problems
 
 __all__ = ["PROMPTS", "asked_of", "usual_amount"]
 

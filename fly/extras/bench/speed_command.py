@@ -10,7 +10,6 @@ import torch
 import typer
 from rich.markup import escape
 
-from fly.bundled import usual_draft
 from fly.cli.options import LOADING, DraftLength, Json, Rules, Turns, output, takes
 from fly.cli.run import alone, kernels_of, rules_of
 from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
@@ -41,6 +40,7 @@ from fly.extras.bench.speed import (
 from fly.extras.eval import Setting
 from fly.extras.eval.plots import save_lines
 from fly.llm import LLM
+from fly.models.bundled import usual_draft
 from fly.runner.executor import Executor
 from fly.types import SamplingParams
 

@@ -8,8 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fly.extras.eval.plan import AUTOREGRESSIVE, Plan, WrittenPlan, WrittenWay
 from fly.extras.eval.records import Records, read_records
 from fly.policies import AcceptancePolicy, parse_policy
@@ -41,9 +39,9 @@ class Archive:
         if not (folder / "plan.yaml").exists():
             missing = "there is no plan.yaml in it" if folder.is_dir() else "there is no such folder"
             raise ValueError(f"{str(folder)!r} is no run: {missing}; 'fly eval --out FOLDER' makes one")
-        fields = Plan.read(folder)
-        document = yaml.safe_load((folder / "plan.yaml").read_text(encoding="utf-8"))
-        plan = WrittenPlan.of(fields, fields.where)
+        document = Plan.read_run(folder)
+        settings = Plan.settings_of(document)
+        plan = WrittenPlan.of(settings, settings.where)
         records = read_records(folder)
         ways = [WrittenWay(**each) for each in document["ways"]] if "ways" in document else _ways_of(records, plan)
         return Archive(folder, plan, ways, document["tasks"], records)

@@ -13,7 +13,6 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from fly.bundled import BUNDLED
 from fly.cli.options import GRID, LOADING, RANKS, Json, Rules, number, option, output, takes
 from fly.cli.run import alone, command, grid_of, memory_of, options_of, ranks_of, refuse_idle, typed_in
 from fly.cli.show import console, narrow, note, print_list, progress, table, tell, write_json
@@ -29,6 +28,7 @@ from fly.extras.eval.scorers import Programs
 from fly.extras.eval.served import Served
 from fly.extras.eval.task import Task, load_task, task_names
 from fly.llm import LLM
+from fly.models.bundled import BUNDLED
 
 
 @alone

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from fly.bundled.tasks import Problem
 from fly.extras.eval.scorers import check_many
 from fly.extras.eval.timed import Setting, Times, timed
+from fly.models.bundled.tasks import Problem
 from fly.runner.request import Stats
 from fly.types import SamplingParams
 

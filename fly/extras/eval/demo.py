@@ -10,7 +10,6 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from fly.bundled.tasks import SPLITS
 from fly.cli.completion import show_legend, show_stream
 from fly.cli.options import RUNNING, DraftLength, Policy, Split, takes
 from fly.cli.run import alone
@@ -19,6 +18,7 @@ from fly.errors import suggest
 from fly.extras.eval.command import run_plan, show_report
 from fly.extras.eval.plan import Plan
 from fly.llm import LLM
+from fly.models.bundled.tasks import SPLITS
 from fly.policies import parse_policy
 from fly.types import SamplingParams
 

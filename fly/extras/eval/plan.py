@@ -23,13 +23,13 @@ from pydantic import (
     model_validator,
 )
 
-from fly.bundled import BUNDLED, usual_draft
 from fly.cache import DEFAULT_BYTES
 from fly.config import Cache, Fields
 from fly.errors import PlacedError, explain
 from fly.expressions import CLASS_PATH, grid
 from fly.extras.eval.records import Key
 from fly.extras.eval.task import Problem, Task, load_task
+from fly.models.bundled import BUNDLED, usual_draft
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.policies.registry import load_policy
 
@@ -376,19 +376,30 @@ class Plan(BaseModel):
         """Read the fields of a plan's file, or of the plan in a run's folder, without checking them. Paths in a file
         are relative to it. Raises ``ValueError`` if the file cannot be read, or is no plan."""
         path = Path(path)
-        fields = Fields.read(path / "plan.yaml" if path.is_dir() else path, "plan", Plan.model_fields)
         if path.is_dir():
-            if not isinstance(fields.get("plan"), dict):
-                raise ValueError(f"{fields.source}: this is no plan of a run, which 'fly eval --out FOLDER' writes")
-            settings = fields.part("plan")
-            for name in [name for name, value in settings.items() if value is None and name not in Plan.model_fields]:
-                del settings[name]  # a setting that fly had when it made the run, and that was not used
-            if "cache_bytes" in settings:  # the name of ``cache`` up to version 0.3
-                settings["cache"] = f"{settings.pop('cache_bytes')}B"
-            return settings
+            return Plan.settings_of(Plan.read_run(path))
+        fields = Fields.read(path, "plan", Plan.model_fields)
         if "tasks" in fields:
             fields["tasks"] = [_placed(each, path.absolute().parent) for each in _listed(fields["tasks"])]
         return fields
+
+    @staticmethod
+    def read_run(folder: Path) -> Fields:
+        """Read what a run's folder says of its plan, its ways and its tasks. Raises ``ValueError`` as ``read`` does."""
+        fields = Fields.read(folder / "plan.yaml", "plan", Plan.model_fields)
+        if not isinstance(fields.get("plan"), dict):
+            raise ValueError(f"{fields.source}: this is no plan of a run, which 'fly eval --out FOLDER' writes")
+        return fields
+
+    @staticmethod
+    def settings_of(run: Fields) -> Fields:
+        """Return the fields of the plan in what ``read_run`` has read, by their present names."""
+        settings = run.part("plan")
+        for name in [name for name, value in settings.items() if value is None and name not in Plan.model_fields]:
+            del settings[name]  # a setting that fly had when it made the run, and that was not used
+        if "cache_bytes" in settings:  # the name of ``cache`` up to version 0.3
+            settings["cache"] = f"{settings.pop('cache_bytes')}B"
+        return settings
 
 
 class _WrittenExtra(_Extra):

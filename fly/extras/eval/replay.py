@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fly.bundled import resolve_checkpoint
 from fly.drafts.ngram import Index, NGramDraft, lookup_forwards
 from fly.extras.eval.archive import Archive
 from fly.extras.eval.costs import Costs, measured_costs, neutral_speed
@@ -40,6 +39,7 @@ from fly.extras.eval.known import Known, Unknown
 from fly.extras.eval.plan import AUTOREGRESSIVE
 from fly.extras.eval.recording import Outputs, Recording
 from fly.extras.statistics import Estimate, bootstrap_ratio
+from fly.models.bundled import resolve_checkpoint
 from fly.models.tokenizer import Tokenizer
 from fly.ops import Stream, uniforms
 from fly.policies import AcceptancePolicy, verify

@@ -15,11 +15,11 @@ import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from fly.bundled.tasks import Problem
 from fly.errors import did_you_mean, suggest
 from fly.expressions import CLASS_PATH
 from fly.extras.eval.reading import extract_answer, extract_code, read_choice, read_number
 from fly.extras.eval.sandbox import Language, Sandbox
+from fly.models.bundled.tasks import Problem
 
 __all__ = ["KINDS", "UNREAD", "Programs", "Score", "Scorer", "ScorerField", "check_many", "render"]
 

@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from fly.bundled.tasks import problems as bundled_problems
 from fly.config import Fields
 from fly.errors import PlacedError, explain, suggest
 from fly.extras.eval.scorers import Nothing, Programs, Score, ScorerField, render
 from fly.llm import LLM
+from fly.models.bundled.tasks import problems as bundled_problems
 
 __all__ = ["Generated", "Problem", "Task", "load_task", "task_names"]
 
@@ -27,8 +27,8 @@ _BUNDLED = files("fly.extras.eval") / "tasks"
 
 
 class Generated(BaseModel):
-    """Bundled problems of one split and one kind (``fly.bundled.tasks.problems``): the first ``count``, or all (None).
-    ``seed`` must be 0, since problems of other seeds are not bundled."""
+    """Bundled problems of one split and one kind (``fly.models.bundled.tasks.problems``): the first ``count``, or all
+    (None). ``seed`` must be 0, since problems of other seeds are not bundled."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fly.bundled.tasks import problems
 from fly.extras.eval.records import Appender, read_lines
 from fly.llm import LLM, Prompt
+from fly.models.bundled.tasks import problems
 from fly.types import SamplingParams
 
 __all__ = ["Answer", "answers", "prompts_of"]
