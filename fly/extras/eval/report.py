@@ -38,6 +38,7 @@ class Row:
     tokens: int
     seconds: float
     tau: float
+    drafted: float  # tokens drafted in a round
     kept: float | None  # share of drafted tokens that were emitted
     relaxed: float  # share of emitted tokens that were relaxed
     python: float | None  # share of rounds that were decided in Python
@@ -290,6 +291,7 @@ class _Comparison:
             tokens=total["generated"],
             seconds=sum(map(_seconds, way_records)),
             tau=total["emitted"] / max(total["rounds"], 1),
+            drafted=total["drafted"] / max(total["rounds"], 1),
             kept=total["accepted"] / total["drafted"] if total["drafted"] else None,
             relaxed=total["relaxed"] / max(total["generated"], 1),
             python=total["judged"] / total["rounds"] if total["rounds"] and way.k else None,
