@@ -17,9 +17,7 @@ measure() { # a name, and a command of python -m
 
 measure speed fly bench speed --policy fly --plot "$results/speed.svg"
 measure speed-8bit fly bench speed --policy fly --kernels w8a8 --shape none
-"$python" -m benchmarks.start > "$results/start.txt"
 measure twins benchmarks.twins --policy fly --k 11 --k 13 --k 15 --k 23 --k 25
 measure twins-8bit benchmarks.twins --policy fly --k 11 --k 13 --k 15 --k 25 --k 27 --kernels w8a8
 measure batch benchmarks.batch --policy fly
-measure policy benchmarks.policy --policy fly
 measure demo fly demo

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +16,10 @@ from typer.testing import CliRunner
 from fly import cli
 from fly.extras.bench import plan_command
 from fly.extras.bench.blocks import QWEN3_8B, TAUS, BlockCosts, extrapolate, measure_costs
-from fly.extras.bench.plan import DEVICES, MODELS, Link, Machines, Setting, forecast
+from fly.extras.bench.demo import describe_scale
+from fly.extras.bench.plan import DEVICES, MODELS, PAPER, Link, Machines, Setting, forecast
 from fly.extras.bench.shapes import matrix_parameters
+from fly.extras.eval.report import Report, Row
 from fly.models import Llama, LlamaConfig
 from fly.models.dflash import DFlashConfig
 from tests.test_parallel import divisible_configs
@@ -36,6 +40,21 @@ def test_costs_behave_as_they_must() -> None:
     assert forecast(replace(setting, tau=6.0), Machines(DEVICES["h100"], 8)).gain() == pytest.approx(many.gain() / 2)
     assert not forecast(setting, Machines(DEVICES["h100"], 1)).fits and many.fits
     assert Link(1e-6, 1e9).all_reduce(1e9, 2) == pytest.approx(1 + 1e-6) and Link(1.0, 1.0).all_reduce(9, 1) == 0
+
+
+def test_a_run_at_the_costs_of_a_large_pair_has_the_gain_that_the_plan_shows() -> None:
+    """A draft of K tokens that never stops costs what the plan's K does; one that stops costs a forward more."""
+    paper = PAPER[0]
+    shown = CliRunner().invoke(cli.app, ["bench", "plan"], env={"COLUMNS": "200"}).output
+    (gains,) = (line for line in shown.splitlines() if re.match(r"\W*gain ", line))
+    row = {each.name: None for each in fields(Row)} | {"tau": paper.tau, "drafted": paper.k, "k": paper.k}
+    ways = [Row(**row | {"way": "autoregressive", "k": 0})]
+    ways += [Row(**row | {"way": way, "reach": reach}) for way, reach in (("fixed", 0.0), ("stops", 0.5))]
+    table = SimpleNamespace(rows=ways)
+    told = describe_scale(Report([table], [], []))  # type: ignore[list-item]
+    fixed, stops = (float(re.search(rf"{way} (\S+)×", told)[1]) for way in ("fixed", "stops"))  # type: ignore[index]
+    assert f"{fixed:.2f}×" in gains and stops < fixed and "autoregressive" not in told
+    assert paper.target in told and paper.draft in told
 
 
 @settings(max_examples=15)

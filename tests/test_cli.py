@@ -434,6 +434,8 @@ def test_the_demo_shows_a_completion_and_the_table() -> None:
     assert "decoding tok/s AR exact cost τ kept gate Python" in said  # the headings' last words
     for word in ("autoregressive", "exact k15", "fly k15", "recovery", "p relaxed same cut first length"):
         assert word in said
+    last = said.partition("intervals of 95 %")[2]  # after the tables' legend
+    assert re.search(r"at the costs of llama-3.1-70b .*: exact k15 \d\.\d\d×, fly k15 \d\.\d\d× over AR", last)
 
 
 def test_a_table_of_many_rules_fits_a_terminal() -> None:

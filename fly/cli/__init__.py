@@ -41,7 +41,7 @@ class Extra(NamedTuple):
 
 EXTRAS = {
     "demo": Extra(
-        "fly.extras.eval.demo:demo",
+        "fly.extras.bench.demo:demo",
         "Show what speculation gains: one completion in colours, then a table over held-out problems.",
     ),
     "tasks": Extra(

@@ -221,7 +221,7 @@ def _measured(sound: bool, rule: str | None, draft: str, problems: int, k: int) 
     note("measured on the bundled models, at temperature 0 alone; 'fly eval' takes your models and temperatures")
     try:
         if rule is not None:
-            from fly.extras.eval.demo import bundled_plan, show_plan
+            from fly.extras.bench.demo import bundled_plan, show_plan
 
             show_plan(bundled_plan(rule, problems, k))
         else:

@@ -286,7 +286,7 @@ def forecast(setting: Setting, machines: Machines, small: Machines | None = None
 
 
 class Published(NamedTuple):
-    """A setting of the paper (arXiv 2511.22972): an 8B draft model at temperature 0. The gain is the mean over the
+    """A setting of the paper (arXiv 2511.22972), at temperature 0. The gain is the mean over the
     paper's two suites."""
 
     name: str
@@ -295,6 +295,7 @@ class Published(NamedTuple):
     tau: float
     gain: float
     ranks: int
+    draft: str = "llama-3.1-8b"
 
 
 PAPER = (

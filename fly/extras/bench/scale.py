@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fly.drafts import NGramDraft
-from fly.extras.bench.plan import Machines, Setting, forecast
+from fly.extras.bench.plan import Forecast, Machines, Setting, forecast
 from fly.extras.eval.replay import Blocks, Replay
 from fly.extras.statistics import Estimate
 from fly.policies import AcceptancePolicy
 
-__all__ = ["REACHES", "Scaled", "lengths", "replays", "scaled"]
+__all__ = ["REACHES", "Scaled", "forecast_rounds", "lengths", "replays", "scaled"]
 
 REACHES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.6)
 
@@ -54,16 +54,24 @@ def replays(blocks: Blocks, policy: AcceptancePolicy, advance: Callable[[], None
     return by_length
 
 
+def forecast_rounds(
+    setting: Setting, machines: Machines, tau: float, drafted: float, forwards: float, stops: bool
+) -> Forecast:
+    """Predict rounds of the models of ``setting`` that emit ``tau`` tokens in the mean, and draft ``drafted`` tokens by
+    ``forwards`` forwards of the draft model. ``stops``: drafts stop by themselves."""
+    # One more forward is launched before the host knows that a draft has stopped (fly/backends/cuda).
+    drafted, forwards = max(drafted, 1e-9), max(forwards + stops, 1e-9)
+    return forecast(replace(setting, k=drafted, tau=tau, draft_tau=drafted / forwards), machines)
+
+
 def scaled(found: Sequence[Replay], setting: Setting, machines: Machines, levels: int) -> Scaled:
     """Return the best of the replays ``found`` for the models of ``setting``. If ``levels`` is 2, prompt lookup drafts
     for the draft model."""
 
     def of(each: Replay) -> Scaled:
         forwards = each.drafted if levels == 1 else each.forwards or each.drafted
-        # One more forward is launched before the host knows that a draft has stopped (fly/backends/cuda).
-        forwards = max(forwards + (each.reach > 0 or levels == 2), 1e-9)
-        adjusted = replace(setting, k=each.drafted, tau=each.tau.value, draft_tau=each.drafted / forwards)
-        expected = forecast(adjusted, machines)
+        stops = each.reach > 0 or levels == 2
+        expected = forecast_rounds(setting, machines, each.tau.value, each.drafted, forwards, stops)
         gain = Estimate(*(expected.gain() * tau / each.tau.value for tau in each.tau))
         return Scaled(each, gain, expected.fits)
 

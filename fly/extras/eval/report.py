@@ -40,6 +40,7 @@ class Row:
     seconds: float
     latency: float | None  # mean seconds from a request to its answer; None if no server was asked
     tau: float | None
+    drafted: float | None  # tokens drafted in a round
     kept: float | None  # share of drafted tokens that were emitted
     relaxed: float | None  # share of emitted tokens that were relaxed
     python: float | None  # share of rounds that were decided in Python
@@ -298,6 +299,7 @@ class _Comparison:
             seconds=sum(map(_seconds, way_records)),
             latency=statistics.fmean(requests) if requests else None,
             tau=_share(total["emitted"], total["rounds"]),
+            drafted=_share(total["drafted"], total["rounds"]),
             kept=_share(total["accepted"], total["drafted"]),
             relaxed=_share(total["relaxed"], total["generated"]),
             python=_share(total["judged"], total["rounds"]) if way.drafts else None,

@@ -13,10 +13,13 @@ from rich.text import Text
 from fly.cli.completion import show_legend, show_stream
 from fly.cli.options import RUNNING, DraftLength, Policy, Split, takes
 from fly.cli.run import alone
-from fly.cli.show import console
+from fly.cli.show import console, note, ratio
 from fly.errors import suggest
+from fly.extras.bench.plan import DEVICES, MODELS, PAPER, Machines, Setting
+from fly.extras.bench.scale import forecast_rounds
 from fly.extras.eval.command import run_plan, show_report
 from fly.extras.eval.plan import Plan
+from fly.extras.eval.report import Report
 from fly.llm import LLM
 from fly.models.bundled.tasks import SPLITS
 from fly.policies import parse_policy
@@ -46,7 +49,7 @@ def demo(
     console.print()
     show_legend(llm, stats, elapsed)
     console.print()
-    show_plan(plan)
+    note(escape(describe_scale(show_plan(plan))))
 
 
 def bundled_plan(rule: str, count: int, k: int, split: str = "heldout", **options: Any) -> Plan:
@@ -56,7 +59,25 @@ def bundled_plan(rule: str, count: int, k: int, split: str = "heldout", **option
     return Plan.of({"k": k, "policies": [rule], "tasks": [f"bundled-{split}"], "limit": count, **options})
 
 
-def show_plan(plan: Plan) -> None:
-    """Run a plan and print the tables. Nothing is kept."""
+def show_plan(plan: Plan) -> Report:
+    """Run a plan, print the tables and return them. Nothing is kept."""
     with tempfile.TemporaryDirectory(prefix="fly-eval-") as folder:
-        show_report(run_plan(plan, Path(folder)))
+        report = run_plan(plan, Path(folder))
+    show_report(report)
+    return report
+
+
+def describe_scale(report: Report) -> str:
+    """Return a sentence with the speed that the τ of each way of a report would give with the paper's first pair, one
+    request at a time, by the model of costs. Each drafted token counts as a forward of the draft model."""
+    pair = PAPER[0]
+    setting = Setting(MODELS[pair.target], MODELS[pair.draft], pair.k, pair.tau)
+    machines = Machines(DEVICES["h100"], pair.ranks)
+    speeds = []
+    for row in (row for table in report.tables for row in table.rows if row.k):
+        rounds = forecast_rounds(setting, machines, row.tau, row.drafted, row.drafted, stops=bool(row.reach))
+        speeds.append(f"{row.way} {ratio(rounds.gain())}")
+    return (
+        f"the same τ at the costs of {pair.target} with {pair.draft} on {pair.ranks} H100: {', '.join(speeds)} over "
+        "AR, by the model of 'fly bench plan', not measured (beside this small target drafts and decisions are dear)"
+    )
