@@ -74,7 +74,9 @@ def describe_scale(report: Report) -> str:
     setting = Setting(MODELS[pair.target], MODELS[pair.draft], pair.k, pair.tau)
     machines = Machines(DEVICES["h100"], pair.ranks)
     speeds = []
-    for row in (row for table in report.tables for row in table.rows if row.k):
+    for row in (row for table in report.tables for row in table.rows):
+        if not row.tau or row.drafted is None:  # it drafted nothing
+            continue
         rounds = forecast_rounds(setting, machines, row.tau, row.drafted, row.drafted, stops=bool(row.reach))
         speeds.append(f"{row.way} {ratio(rounds.gain())}")
     return (
