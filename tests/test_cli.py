@@ -150,7 +150,7 @@ def test_generate_reads_standard_input() -> None:
         (("generate", "a", "--policy", "flyy"), "'flyy' is unknown (did you mean 'fly'?)", "policies"),
         (("eval", "PLAN", "limt: 3"), "limt: there is no such field (did you mean 'limit'?)", "fields:"),
         (("eval", "PLAN", "tasks: [{task: safety, limt: 3}]"), "no such field (did you mean 'limit'?)", "fields:"),
-        (("eval", "PLAN", "zzz: 3"), "zzz: there is no such field; fields: ['model', 'drafts'", "did you"),
+        (("eval", "PLAN", "zzz: 3"), "zzz: there is no such field; fields: ['model', 'server'", "did you"),
         (("generate", "a", "--config", "PLAN", "polcy: fly"), "no such field (did you mean 'policy'?)", "fields:"),
         (("tasks", "PLAN", "promt: a"), "promt: there is no such field (did you mean 'prompt'?)", "fields:"),
         (("tasks", "gsm8"), "unknown task 'gsm8' (did you mean 'gsm8k'?)", "humaneval"),

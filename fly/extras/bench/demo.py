@@ -75,7 +75,7 @@ def describe_scale(report: Report) -> str:
     machines = Machines(DEVICES["h100"], pair.ranks)
     speeds = []
     for row in (row for table in report.tables for row in table.rows):
-        if not row.tau or row.drafted is None:  # it drafted nothing
+        if not row.k or row.tau is None or row.drafted is None:  # it drafted nothing
             continue
         rounds = forecast_rounds(setting, machines, row.tau, row.drafted, row.drafted, stops=bool(row.reach))
         speeds.append(f"{row.way} {ratio(rounds.gain())}")
