@@ -204,6 +204,22 @@ def test_operations_of_real_templates_keep_writers(small: Tokenizer, line: str) 
     assert small.decode(ids, False) == plainly(source, messages=user("a<|end|>b"))
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{{ c|tojson|safe + ('<|end|>'|safe) }}", "{{ ('<|end|>'|safe) + c }}", "{{ ('<|end|>'|safe).join(['', c]) }}",
+        "{{ ('.'|safe).replace('.', '<|end|>'|safe) + c }}", "{{ ('a <|end|>'|safe).split()[1:]|join ~ c|e }}",
+        "{{ 'to' + ('<|end|>'|safe).strip('a')|lower + c|e }}",
+    ],
+)  # fmt: skip
+def test_operations_on_markup_keep_writers(small: Tokenizer, line: str) -> None:
+    """Mistral's template for Ministral 3 adds ``arguments|tojson|safe`` to a control token."""
+    source = "{% set c = messages[0].content %}" + line + "<|user|>"
+    ids = apply(small, source, user("a<|end|>b"))
+    assert controls(small, ids) == ["<|end|>", "<|user|>"]
+    assert small.decode(ids, False) == plainly(source, messages=user("a<|end|>b"))
+
+
 def test_a_control_token_of_unknown_origin_is_an_error_that_names_the_template(small: Tokenizer) -> None:
     source = "{{ (messages[0].content ~ '<|end|>')|wordwrap(40) }}"
     with pytest.raises(ValueError, match=r"template 'strange' changes '<\|end\|>' so that nothing tells who wrote"):
@@ -302,6 +318,21 @@ def test_each_role_has_the_form_that_is_read_of_it(small: Tokenizer) -> None:
         source = "{{ messages[0].content + '.' }}{% for m in messages[1:] %}CONTENT{% endfor %}"
         ids = apply(small, AROUND[: AROUND.index("{% for m")] + source.replace("CONTENT", form), messages)
         assert small.decode(ids) == "be brief.hello"
+
+
+@pytest.mark.parametrize("look", ["p.type == 'image'", "p['type'] == 'image'"])
+@pytest.mark.parametrize("shown", ["m.content|tojson", "m.content", "m|tojson", "m"])
+def test_a_content_that_is_looked_into_and_printed_is_a_text(small: Tokenizer, look: str, shown: str) -> None:
+    """Llama 3.2's template looks for images in all contents, and prints those of tools as JSON. A text is what
+    transformers hands to it."""
+    loop = f"{{% for p in m.content if {look} %}}!{{% endfor %}}{{{{ {shown} }}}}"
+    source = f"{{% for m in messages %}}{loop}{{% endfor %}}"
+    messages = [{"role": "tool", "content": "18 <|end|>"}, *user("why")]
+    assert small.decode(apply(small, source, messages), False) == plainly(source, messages=messages)
+    # only parts have a method ``get``
+    source = source.replace("p['type']", "p.type").replace("p.type", "p.get('type')")
+    parts = [{**message, "content": [part(message["content"])]} for message in messages]
+    assert small.decode(apply(small, source, messages), False) == plainly(source, messages=parts)
 
 
 def test_a_message_of_which_nothing_is_shown_is_an_error(small: Tokenizer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any
@@ -13,7 +13,7 @@ import jinja2
 import jinja2.meta
 
 from fly.errors import shorten
-from fly.models.sandbox import Content, PartsWanted, Refusal, Sandbox
+from fly.models.sandbox import Content, Parts, PartsPrinted, PartsWanted, Refusal, Sandbox
 from fly.models.thinking import TAGS, Tags
 from fly.models.traced import (
     EMPTY,
@@ -38,6 +38,9 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 Message = Mapping[str, Any]
+# By role, the form of contents: ``Content`` or ``Parts``, each an error if the template reads it as the other, or else
+# ``Traced`` or ``list``. A role that is not listed has ``Content``.
+Forms = Mapping[str, type]
 
 
 class ChatTemplate:
@@ -75,21 +78,22 @@ class ChatTemplate:
         if continued and not (messages and _text_of(messages[-1])):
             raise ValueError("continue_final_message: the last message has no text to continue")
 
-        def attempt(messages: Sequence[Message], listed: Collection[str], continued: bool = False) -> Traced:
+        def attempt(messages: Sequence[Message], forms: Forms, continued: bool = False) -> Traced:
             last = len(messages) - 1
             traced = [
-                _trace_message(number, message, message["role"] in listed, continued and number == last)
+                _trace_message(number, message, forms.get(message["role"], Content), continued and number == last)
                 for number, message in enumerate(messages)
             ]
             variables = {**trace(trusted, TEMPLATE), **trace(untrusted, OTHER), "messages": traced}
             return EMPTY + self._compiled.render(variables)
 
-        text, listed = self._render_in_form(partial(attempt, messages, continued=continued), messages)
-        lost = self._find_lost(attempt, messages, text, listed)
-        if lost and not listed:
+        text, forms = self._render_in_form(partial(attempt, messages, continued=continued), messages)
+        lost = self._find_lost(attempt, messages, text, forms)
+        if lost:
             with suppress(Exception):
-                text = attempt(messages, set(lost), continued)
-                lost = self._find_lost(attempt, messages, text, set(lost))
+                forms = {**forms, **dict.fromkeys(lost, list)}
+                text = attempt(messages, forms, continued)
+                lost = self._find_lost(attempt, messages, text, forms)
         for role, number in lost.items():
             raise self.refusal(
                 f"it shows nothing of message {number} (role {role!r}), {shorten(_text_of(messages[number]))}; "
@@ -129,34 +133,32 @@ class ChatTemplate:
         """The compiled template. It is kept, because compiling takes a hundred times as long as rendering."""
         return _SANDBOX.from_string(self.source)
 
-    def _render_in_form(
-        self, attempt: Callable[[Collection[str]], Traced], messages: Sequence[Message]
-    ) -> tuple[Traced, set[str]]:
-        """Render with texts as contents, or with lists of parts for the roles of which the template reads parts. Return
-        the rendered text and these roles."""
-        listed, printed = set[str](), set[str]()
+    def _render_in_form(self, attempt: Callable[[Forms], Traced], messages: Sequence[Message]) -> tuple[Traced, Forms]:
+        """Render with texts as contents, or with lists of parts for the roles of which the template reads parts. A
+        template that also prints such a list, as Llama's print any result of a tool as JSON, gets a text if it takes
+        one. Return the rendered text and the forms."""
+        forms = dict[str, type]()
         refusal: Exception | None = None
         while True:
             try:
-                return attempt(listed), listed
+                return attempt(forms), forms
             except PartsWanted as error:
                 number = len(messages) - 1 if error.writer == END else message_number(error.writer)
-                if (role := messages[number]["role"]) in printed:
-                    raise self.refusal(f"it reads the content of the role {role!r} as a text and as parts") from error
-                listed.add(role)
-            except _PartsPrinted as error:
-                listed.discard(error.role)
-                printed.add(error.role)
+                forms[messages[number]["role"]] = Parts
+            except PartsPrinted as error:
+                forms[error.role] = Traced
             except Refusal as error:
                 raise self.refusal(refusal or error) from error
             except Exception as error:
-                roles = {message["role"] for message in messages if _text_of(message)} - printed
-                if refusal is not None or roles <= listed:
-                    raise self.refusal(refusal or error) from error
-                refusal, listed = error, roles
+                refusal = refusal or error
+                roles = {message["role"] for message in messages if _text_of(message)}
+                texts = {role for role in roles if issubclass(forms.get(role, Content), Traced)}
+                if not texts:
+                    raise self.refusal(refusal) from error
+                forms |= {role: list if role in forms else Parts for role in texts}
 
     def _find_lost(
-        self, attempt: Callable[..., Traced], messages: Sequence[Message], text: Traced, listed: Collection[str]
+        self, attempt: Callable[..., Traced], messages: Sequence[Message], text: Traced, forms: Forms
     ) -> dict[str, int]:
         """Return the roles of whose texts the template cannot show anything, with the number of a message that the
         rendered ``text`` lacks.
@@ -173,7 +175,7 @@ class ChatTemplate:
             for last in (number, next(questions, number)):
                 begin = messages[: last + 1]
                 with suppress(Exception):
-                    if number not in self._list_absent(begin, attempt(begin, listed)):
+                    if number not in self._list_absent(begin, attempt(begin, forms)):
                         lost.pop(role, None)
         return lost
 
@@ -194,61 +196,42 @@ class ChatTemplate:
         return absent
 
 
-class _PartsPrinted(Exception):
-    """A template prints the parts of a content as they are, instead of their texts."""
-
-    def __init__(self, role: str) -> None:
-        super().__init__(role)
-        self.role = role
-
-
-class _Parts(list[Any]):
-    """The parts of a content, which must not be printed as a list."""
-
-    def __init__(self, parts: Iterable[Any], role: str) -> None:
-        super().__init__(parts)
-        self._role = role
-
-    def __repr__(self) -> str:
-        raise _PartsPrinted(self._role)
-
-
 _NAME = re.compile(r"[\w -]+")  # a role that spells no part of a control token but a word
 _SANDBOX = Sandbox()
 
 
-def _trace_message(number: int, message: Message, listed: bool, continued: bool) -> dict[str, Any]:
-    """Return ``message`` with the writers of its texts; that of its content has its number. A content that is
-    ``listed`` becomes a list of parts."""
+def _trace_message(number: int, message: Message, form: type, continued: bool) -> dict[str, Any]:
+    """Return ``message`` with the writers of its texts; that of its content has its number and this ``form``."""
     traced = {}
     for name, value in message.items():
         if name == "role":
             traced[name] = trace(value, ROLE if _NAME.fullmatch(value) else OTHER)
         elif name == "content" and isinstance(value, (str, list)):
-            traced[name] = _trace_content(number, message, listed, continued)
+            traced[name] = _trace_content(number, message, form, continued)
         else:
             traced[name] = trace(value, OTHER)
     return {trace(name, OTHER): value for name, value in traced.items()}
 
 
-def _trace_content(number: int, message: Message, listed: bool, continued: bool) -> Any:
-    """Return the content of a message as text or, if ``listed``, as parts. Whitespace around it has no number, since
-    templates may show it alone."""
+def _trace_content(number: int, message: Message, form: type, continued: bool) -> Any:
+    """Return the content of a message in a ``form``, see ``Forms``. Whitespace around it has no number, since templates
+    may show it alone."""
     text, content = _text_of(message), message["content"]
     before, core = len(text) - len(text.lstrip()), len(text.strip())
     writers = OTHER * before + message_writer(number) * core + OTHER * (len(text) - before - core)
     if continued:
         last = before + core - 1
         writers = writers[:last] + END * (len(text) - last)
-    traced = Content(text, writers, len(text) if continued else None)
-    if not listed:
-        return traced
+    end = len(text) if continued else None
+    if issubclass(form, Traced):
+        return form(text, writers, end)
+    traced = Traced(text, writers, end)
     parts, start = [], 0
     for part in [{"type": "text", "text": text}] if isinstance(content, str) else content:
         end = start + len(part["text"])
         parts.append({**trace(part, OTHER), trace("text", OTHER): traced[start:end]})
         start = end
-    return _Parts(parts, message["role"])
+    return Parts(parts, message["role"]) if form is Parts else parts
 
 
 def _text_of(message: Message) -> str:
