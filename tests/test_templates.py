@@ -367,6 +367,39 @@ def test_what_a_template_leaves_out_on_purpose_is_left_out_with_a_warning(small:
         assert small.decode(apply(small, source, [*messages, {"role": "tool", "content": "4"}])) == "hello4"
 
 
+@pytest.mark.parametrize(
+    ("form", "taken"),
+    [
+        ("{{ 'f' + c.arguments }}", "text"),  # DeepSeek V3 and R1
+        ("{% for k, v in c.arguments.items() %}{{ k ~ v }}{% endfor %}", "object"),  # GLM, Qwen 3 Coder
+        ("{% for k, v in c.arguments|items %}{{ k ~ v }}{% endfor %}", "object"),
+        ("{{ c.arguments.city if c.arguments is mapping else raise_exception('no object') }}", "object"),
+        ("{{ c.arguments|tojson }}", "either"),  # Qwen 2.5
+    ],
+)
+def test_arguments_have_the_form_that_the_template_takes(small: Tokenizer, form: str, taken: str) -> None:
+    """What transformers makes of that form; if a template takes both, of the one that is given."""
+    source = "{% for m in messages %}{{ m.content }}{% for t in m.tool_calls or [] %}{% set c = t.function %}"
+    source += form + "<|end|>{% endfor %}{% endfor %}"
+    arguments = {"city": "Zürich <|end|>"}
+    texts = {"text": json.dumps(arguments, ensure_ascii=False), "object": arguments}
+
+    def conversation(form: str) -> list[dict[str, Any]]:
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": texts[form]}}
+        return [*user("q"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+    for sent in texts:
+        ids = apply(small, source, conversation(sent))
+        wanted = plainly(source, messages=conversation(sent if taken == "either" else taken))
+        assert small.decode(ids, False) == wanted and controls(small, ids) == ["<|end|>"]
+
+
+def test_errors_of_a_template_call_texts_what_they_are(small: Tokenizer) -> None:
+    """In the words that transformers gives."""
+    with pytest.raises(ValueError, match="refused the messages: 'str object' has no attribute 'items'"):
+        apply(small, "{{ messages[0].content.items() }}", user("a"))
+
+
 NONE = (
     "{% for m in messages %}[{{ m.content }}{{ m.content is defined }}"
     "{% for c in m.tool_calls %}{{ c.a }}{% endfor %}]{% endfor %}"

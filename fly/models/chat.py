@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -63,8 +64,9 @@ class ChatTemplate:
     ) -> Traced:
         """Render a conversation. The result knows who wrote each character (``fly.models.traced``).
 
-        A content is a text to the template, or a list of parts if the template reads the parts of contents. A message
-        that the template shows at other places of a conversation, but not here, is left out with a warning.
+        A content is a text to the template, or a list of parts if the template reads the parts of contents. A call's
+        arguments are an object or its JSON, whichever the template takes; if it takes both, they stay as they are. A
+        message that the template shows at other places of a conversation, but not here, is left out with a warning.
 
         Args:
             messages: what ``conversation`` returns.
@@ -87,7 +89,16 @@ class ChatTemplate:
             variables = {**trace(trusted, TEMPLATE), **trace(untrusted, OTHER), "messages": traced}
             return EMPTY + self._compiled.render(variables)
 
-        text, forms = self._render_in_form(partial(attempt, messages, continued=continued), messages)
+        try:
+            text, forms = self._render_in_form(partial(attempt, messages, continued=continued), messages)
+        except ValueError as refusal:
+            if (converted := _with_other_arguments(messages)) == messages:
+                raise
+            try:
+                text, forms = self._render_in_form(partial(attempt, converted, continued=continued), converted)
+            except ValueError:
+                raise refusal from None
+            messages = converted
         lost = self._find_lost(attempt, messages, text, forms)
         if lost:
             with suppress(Exception):
@@ -232,6 +243,28 @@ def _trace_content(number: int, message: Message, form: type, continued: bool) -
         parts.append({**trace(part, OTHER), trace("text", OTHER): traced[start:end]})
         start = end
     return Parts(parts, message["role"]) if form is Parts else parts
+
+
+def _with_other_arguments(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with the arguments of their calls in the other form: objects as JSON, JSON as objects."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [convert(item) for item in value]
+        if not isinstance(value, Mapping):
+            return value
+        arguments = value.get("arguments")
+        if isinstance(arguments, Mapping):
+            return {**value, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        with suppress(TypeError, ValueError):
+            if isinstance(parsed := json.loads(arguments), dict):
+                return {**value, "arguments": parsed}
+        return {name: convert(item) if name == "function" else item for name, item in value.items()}
+
+    return [
+        {name: convert(value) if name == "tool_calls" else value for name, value in message.items()}
+        for message in messages
+    ]
 
 
 def _text_of(message: Message) -> str:

@@ -21,7 +21,7 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.filters import FILTERS
 from jinja2.nodes import EvalContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
-from jinja2.utils import pass_eval_context
+from jinja2.utils import missing, pass_eval_context
 from markupsafe import Markup
 
 from fly.models.traced import (
@@ -107,7 +107,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     ``Traced`` text."""
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
+        extensions = ["jinja2.ext.loopcontrols", _Generation]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, undefined=_Undefined)
         self.code_generator_class = _CodeGenerator
         self.globals["raise_exception"] = _refuse
         self.globals["strftime_now"] = lambda form: trace(datetime.now().strftime(form), TEMPLATE)
@@ -148,6 +149,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if value.__name__ == "format_map":
             return lambda named: write((), named)
         return lambda *args, **named: write(args, named)
+
+
+class _Undefined(jinja2.Undefined):
+    """What a value lacks. To errors, a text is a plain ``str``."""
+
+    __slots__ = ()
+
+    def __init__(self, hint: str | None = None, obj: Any = missing, *args: Any, **named: Any) -> None:
+        super().__init__(hint, str.__str__(obj) if isinstance(obj, str) else obj, *args, **named)
 
 
 class _CodeGenerator(CodeGenerator):
