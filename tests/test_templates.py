@@ -305,6 +305,33 @@ def test_an_open_content_may_have_parts(small: Tokenizer, form: str) -> None:
     assert small.decode(ids, False) == "<|user|>user:hey\n"
 
 
+FIRST = [
+    "{{ m.content[0].text }}",  # LLaVA-NeXT, for the system and the assistant
+    "{{ m['content']|map(attribute='text')|first }}",
+    "{% for p in m.content %}{% if loop.first %}{{ p.text }}{% endif %}{% endfor %}",
+    "{% for p in m.content if p is mapping %}{% if loop.last %}{{ p.text }}{% endif %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("form", FIRST)
+def test_a_template_that_shows_one_part_gets_the_whole_text_in_it(small: Tokenizer, form: str) -> None:
+    source = AROUND.replace("CONTENT", form)
+    messages = user([part("he <|end|>"), part("\n"), part("y")])
+    text = "<|user|>user:he <|end|>\ny"
+    assert small.decode(apply(small, source, messages), False) == f"{text}<|end|>"
+    open_end = {"add_generation_prompt": False, "continue_final_message": True}
+    assert small.decode(apply(small, source, messages, **open_end), False) == text
+
+
+@pytest.mark.parametrize(
+    "form", ["{% for p in m.content %}[{{ p.text|trim }}]{% endfor %}", "{{ m.content|join('+', 'text') }}"]
+)
+def test_parts_that_are_all_shown_stay_parts(small: Tokenizer, form: str) -> None:
+    source = AROUND.replace("CONTENT", form)
+    messages = user([part(" a "), part(" "), part("</think>"), part("b")])
+    assert small.decode(apply(small, source, messages), False) == plainly(source, messages=messages)
+
+
 def test_data_without_end_is_refused(small: Tokenizer) -> None:
     endless: list[Any] = []
     endless.append(endless)
@@ -394,10 +421,20 @@ def test_arguments_have_the_form_that_the_template_takes(small: Tokenizer, form:
         assert small.decode(ids, False) == wanted and controls(small, ids) == ["<|end|>"]
 
 
+@pytest.mark.parametrize("arguments", ["[" * 100_000, "{'a': 1}", {"a": {1, 2}}, {"a": b""}, None, 3, [1], "[1]"])
+def test_arguments_of_no_form_that_a_template_takes_are_refused(small: Tokenizer, arguments: Any) -> None:
+    message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": arguments}}, None, "x"]}
+    source = "{% for m in messages %}{{ m.tool_calls[0].function.arguments.city.upper() }}{% endfor %}"
+    with pytest.raises(ValueError, match=r"'strange' refused the messages: '.* has no attribute '(city|upper)'"):
+        apply(small, source, [message])
+
+
 def test_errors_of_a_template_call_texts_what_they_are(small: Tokenizer) -> None:
     """In the words that transformers gives."""
     with pytest.raises(ValueError, match="refused the messages: 'str object' has no attribute 'items'"):
         apply(small, "{{ messages[0].content.items() }}", user("a"))
+    with pytest.raises(ValueError, match="refused the messages: list object has no element 1"):
+        apply(small, "{{ messages[0].content[0].text }}{{ messages[0].content[1].text }}", user("a"))
 
 
 NONE = (

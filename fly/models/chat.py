@@ -7,8 +7,10 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from enum import Enum, auto
 from functools import cached_property, partial
-from typing import Any
+from itertools import accumulate, count, islice
+from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.meta
@@ -39,9 +41,19 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 Message = Mapping[str, Any]
-# By role, the form of contents: ``Content`` or ``Parts``, each an error if the template reads it as the other, or else
-# ``Traced`` or ``list``. A role that is not listed has ``Content``.
-Forms = Mapping[str, type]
+
+
+class _Form(Enum):
+    """What a content is to a template."""
+
+    TEXT = auto()  # a text; ``PartsWanted`` if its characters are read as parts
+    PARTS = auto()  # a list of parts; ``PartsPrinted`` if it is printed as a list
+    ANY_TEXT = auto()  # a text, however it is read
+    ANY_PARTS = auto()  # a list of parts, however it is read
+    ONE_PART = auto()  # such a list, whose only part has the whole text
+
+
+_Forms = Mapping[str, _Form]  # by role; ``TEXT`` for all others
 
 
 class ChatTemplate:
@@ -80,11 +92,11 @@ class ChatTemplate:
         if continued and not (messages and _text_of(messages[-1])):
             raise ValueError("continue_final_message: the last message has no text to continue")
 
-        def attempt(messages: Sequence[Message], forms: Forms, continued: bool = False) -> Traced:
+        def attempt(messages: Sequence[Message], forms: _Forms, continued: bool = False) -> Traced:
             last = len(messages) - 1
             traced = [
-                _trace_message(number, message, forms.get(message["role"], Content), continued and number == last)
-                for number, message in enumerate(messages)
+                _trace_message(message, pieces, forms.get(message["role"], _Form.TEXT), continued and number == last)
+                for number, (message, pieces) in enumerate(zip(messages, _list_pieces(messages, forms)))
             ]
             variables = {**trace(trusted, TEMPLATE), **trace(untrusted, OTHER), "messages": traced}
             return EMPTY + self._compiled.render(variables)
@@ -100,17 +112,19 @@ class ChatTemplate:
                 raise refusal from None
             messages = converted
         lost = self._find_lost(attempt, messages, text, forms)
-        if lost:
+        for form in (_Form.ANY_PARTS, _Form.ONE_PART):
             with suppress(Exception):
-                forms = {**forms, **dict.fromkeys(lost, list)}
-                text = attempt(messages, forms, continued)
-                lost = self._find_lost(attempt, messages, text, forms)
+                if lost:
+                    other_forms = {**forms, **dict.fromkeys(lost, form)}
+                    text = attempt(messages, other_forms, continued)
+                    forms = other_forms
+                    lost = self._find_lost(attempt, messages, text, forms)
         for role, number in lost.items():
             raise self.refusal(
                 f"it shows nothing of message {number} (role {role!r}), {shorten(_text_of(messages[number]))}; "
                 "leave the message out if that is what you want"
             )
-        if absent := self._list_absent(messages, text):
+        if absent := self._list_absent(messages, text, forms):
             first = f"message {absent[0]} (role {messages[absent[0]]['role']!r})"
             others = f" and {len(absent) - 1} others" if absent[1:] else ""
             warnings.warn(f"the chat template {self.name!r} leaves out {first}{others}", stacklevel=3)
@@ -144,105 +158,146 @@ class ChatTemplate:
         """The compiled template. It is kept, because compiling takes a hundred times as long as rendering."""
         return _SANDBOX.from_string(self.source)
 
-    def _render_in_form(self, attempt: Callable[[Forms], Traced], messages: Sequence[Message]) -> tuple[Traced, Forms]:
+    def _render_in_form(
+        self, attempt: Callable[[_Forms], Traced], messages: Sequence[Message]
+    ) -> tuple[Traced, _Forms]:
         """Render with texts as contents, or with lists of parts for the roles of which the template reads parts. A
         template that also prints such a list, as Llama's print any result of a tool as JSON, gets a text if it takes
         one. Return the rendered text and the forms."""
-        forms = dict[str, type]()
+        forms = dict[str, _Form]()
         refusal: Exception | None = None
         while True:
             try:
                 return attempt(forms), forms
             except PartsWanted as error:
                 number = len(messages) - 1 if error.writer == END else message_number(error.writer)
-                forms[messages[number]["role"]] = Parts
+                forms[messages[number]["role"]] = _Form.PARTS
             except PartsPrinted as error:
-                forms[error.role] = Traced
+                forms[error.role] = _Form.ANY_TEXT
             except Refusal as error:
                 raise self.refusal(refusal or error) from error
             except Exception as error:
                 refusal = refusal or error
-                roles = {message["role"] for message in messages if _text_of(message)}
-                texts = {role for role in roles if issubclass(forms.get(role, Content), Traced)}
-                if not texts:
+                roles = {message["role"] for message in messages if isinstance(message.get("content"), (str, list))}
+                next_forms = {role: _PARTS_AFTER.get(forms.get(role, _Form.TEXT)) for role in roles}
+                if not any(next_forms.values()):
                     raise self.refusal(refusal) from error
-                forms |= {role: list if role in forms else Parts for role in texts}
+                forms |= {role: form for role, form in next_forms.items() if form is not None}
 
     def _find_lost(
-        self, attempt: Callable[..., Traced], messages: Sequence[Message], text: Traced, forms: Forms
+        self, attempt: Callable[..., Traced], messages: Sequence[Message], text: Traced, forms: _Forms
     ) -> dict[str, int]:
-        """Return the roles of whose texts the template cannot show anything, with the number of a message that the
-        rendered ``text`` lacks.
+        """Return the roles of whose texts the template cannot show all pieces, with the number of a message of which
+        the rendered ``text`` lacks one.
 
         A template may leave out a message on purpose: Mistral's show the system's only before a question that comes
         last. So a role counts only if its message is also absent when the conversation ends with it, or with the next
         question.
         """
         lost = dict[str, int]()
-        for number in self._list_absent(messages, text):
+        for number in self._list_absent(messages, text, forms):
             lost.setdefault(messages[number]["role"], number)
         for role, number in list(lost.items()):
             questions = (at for at in range(number + 1, len(messages)) if messages[at]["role"] == "user")
             for last in (number, next(questions, number)):
                 begin = messages[: last + 1]
                 with suppress(Exception):
-                    if number not in self._list_absent(begin, attempt(begin, forms)):
+                    if number not in self._list_absent(begin, attempt(begin, forms), forms):
                         lost.pop(role, None)
         return lost
 
-    def _list_absent(self, messages: Sequence[Message], text: Traced) -> list[int]:
-        """Return the numbers of the messages that have a text of which the rendered ``text`` shows nothing. Thinking
-        may be absent, and so may a content beside calls of tools."""
+    def _list_absent(self, messages: Sequence[Message], text: Traced, forms: _Forms) -> list[int]:
+        """Return the numbers of the messages with a piece of text of which the rendered ``text`` shows nothing.
+        Thinking may be absent, and so may a content beside calls of tools."""
         shown = set(writers_of(text))
         if UNKNOWN in shown:  # any message may be there
             return []
         absent = []
-        for number, message in enumerate(messages):
-            writers = {message_writer(number)} | ({END} if number == len(messages) - 1 else set())
-            if shown.isdisjoint(writers) and not message.get("tool_calls"):
-                content = _text_of(message)
-                answer = content if self.tags is None else content.rpartition(self.tags.close)[2]
-                if answer.strip():
-                    absent.append(number)
+        for number, (message, pieces) in enumerate(zip(messages, _list_pieces(messages, forms))):
+            content = _text_of(message)
+            answer = content if self.tags is None else content.rpartition(self.tags.close)[2]
+            begin = len(content) - len(answer)
+            # The last character of an open content has the writer ``END``.
+            end = len(content.rstrip()) if END in shown and number == len(messages) - 1 else 0
+            missing = [
+                content[max(piece.start, begin) : piece.end]
+                for piece in pieces
+                if piece.writer not in shown and not piece.start < end <= piece.end
+            ]
+            if not message.get("tool_calls") and any(map(str.strip, missing)):
+                absent.append(number)
         return absent
 
 
+class _Piece(NamedTuple):
+    """A piece of a message's text that has a ``writer`` of its own."""
+
+    writer: str
+    start: int
+    end: int
+
+
+# If a template fails with texts, it may take parts.
+_PARTS_AFTER = {_Form.TEXT: _Form.PARTS, _Form.ANY_TEXT: _Form.ANY_PARTS}
 _NAME = re.compile(r"[\w -]+")  # a role that spells no part of a control token but a word
 _SANDBOX = Sandbox()
 
 
-def _trace_message(number: int, message: Message, form: type, continued: bool) -> dict[str, Any]:
-    """Return ``message`` with the writers of its texts; that of its content has its number and this ``form``."""
+def _list_pieces(messages: Sequence[Message], forms: _Forms) -> list[list[_Piece]]:
+    """Return the pieces of each message's text: its parts if the template gets them, else the whole. The first has the
+    writer of the message."""
+    further_numbers = count(len(messages))
+    pieces = []
+    for number, message in enumerate(messages):
+        lengths = [len(_text_of(message))]
+        if forms.get(message["role"]) in (_Form.PARTS, _Form.ANY_PARTS) and isinstance(message.get("content"), list):
+            lengths = [len(part["text"]) for part in message["content"]]
+        numbers = [number, *islice(further_numbers, max(len(lengths) - 1, 0))]
+        spans = zip(numbers, accumulate(lengths), lengths)
+        pieces.append([_Piece(message_writer(each), end - length, end) for each, end, length in spans])
+    return pieces
+
+
+def _trace_message(message: Message, pieces: Sequence[_Piece], form: _Form, continued: bool) -> dict[str, Any]:
+    """Return ``message`` with the writers of its texts, and its content in this ``form``."""
     traced = {}
     for name, value in message.items():
         if name == "role":
             traced[name] = trace(value, ROLE if _NAME.fullmatch(value) else OTHER)
         elif name == "content" and isinstance(value, (str, list)):
-            traced[name] = _trace_content(number, message, form, continued)
+            traced[name] = _trace_content(message, pieces, form, continued)
         else:
             traced[name] = trace(value, OTHER)
     return {trace(name, OTHER): value for name, value in traced.items()}
 
 
-def _trace_content(number: int, message: Message, form: type, continued: bool) -> Any:
-    """Return the content of a message in a ``form``, see ``Forms``. Whitespace around it has no number, since templates
-    may show it alone."""
+def _trace_content(message: Message, pieces: Sequence[_Piece], form: _Form, continued: bool) -> Any:
+    """Return the content of a message in this ``form``. Whitespace around a piece is not the piece's writer's, since
+    templates may show it alone."""
     text, content = _text_of(message), message["content"]
-    before, core = len(text) - len(text.lstrip()), len(text.strip())
-    writers = OTHER * before + message_writer(number) * core + OTHER * (len(text) - before - core)
+    writers = "".join(_write_core(text[piece.start : piece.end], piece.writer) for piece in pieces)
     if continued:
-        last = before + core - 1
+        last = len(text.rstrip() or text) - 1
         writers = writers[:last] + END * (len(text) - last)
     end = len(text) if continued else None
-    if issubclass(form, Traced):
-        return form(text, writers, end)
+    if form is _Form.TEXT:
+        return Content(text, writers, end)
     traced = Traced(text, writers, end)
-    parts, start = [], 0
-    for part in [{"type": "text", "text": text}] if isinstance(content, str) else content:
-        end = start + len(part["text"])
-        parts.append({**trace(part, OTHER), trace("text", OTHER): traced[start:end]})
-        start = end
-    return Parts(parts, message["role"]) if form is Parts else parts
+    if form is _Form.ANY_TEXT:
+        return traced
+    if form is _Form.ONE_PART or isinstance(content, str):
+        parts = [trace({"type": "text"}, OTHER) | {trace("text", OTHER): traced}]
+    else:
+        parts = [
+            {**trace(part, OTHER), trace("text", OTHER): traced[piece.start : piece.end]}
+            for part, piece in zip(content, pieces)
+        ]
+    return Parts(parts, message["role"]) if form is _Form.PARTS else parts
+
+
+def _write_core(text: str, writer: str) -> str:
+    before, core = len(text) - len(text.lstrip()), len(text.strip())
+    return OTHER * before + writer * core + OTHER * (len(text) - before - core)
 
 
 def _with_other_arguments(messages: Sequence[Message]) -> list[Message]:
@@ -254,10 +309,10 @@ def _with_other_arguments(messages: Sequence[Message]) -> list[Message]:
         if not isinstance(value, Mapping):
             return value
         arguments = value.get("arguments")
-        if isinstance(arguments, Mapping):
-            return {**value, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        with suppress(TypeError, ValueError):
-            if isinstance(parsed := json.loads(arguments), dict):
+        with suppress(TypeError, ValueError, RecursionError):  # they have no other form
+            if isinstance(arguments, Mapping):
+                return {**value, "arguments": json.dumps(arguments, ensure_ascii=False)}
+            if isinstance(arguments, str) and isinstance(parsed := json.loads(arguments), dict):
                 return {**value, "arguments": parsed}
         return {name: convert(item) if name == "function" else item for name, item in value.items()}
 

@@ -152,12 +152,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Undefined(jinja2.Undefined):
-    """What a value lacks. To errors, a text is a plain ``str``."""
+    """What a value lacks. To errors, texts and parts are plain ones."""
 
     __slots__ = ()
 
     def __init__(self, hint: str | None = None, obj: Any = missing, *args: Any, **named: Any) -> None:
-        super().__init__(hint, str.__str__(obj) if isinstance(obj, str) else obj, *args, **named)
+        plain = str.__str__(obj) if isinstance(obj, str) else list(obj) if isinstance(obj, Parts) else obj
+        super().__init__(hint, plain, *args, **named)
 
 
 class _CodeGenerator(CodeGenerator):
