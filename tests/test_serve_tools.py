@@ -27,6 +27,7 @@ from fly.runner.request import Token, Why
 from fly.runner.structured import Grammars
 from fly.serve.answers import Completion, Prepared, Vocabulary
 from fly.serve.jsons import loads
+from fly.serve.messages import Message
 from fly.serve.requests import ChatRequest
 from fly.serve.rules import Rules
 from fly.serve.tools import FORMATS, CallReader, format_of, grammar
@@ -239,6 +240,20 @@ def test_an_unknown_key_is_not_left_out_of_a_call(form: str) -> None:
             assert read(form, [said]) == ((said, []) if arguments is None else ("", [("stop", arguments)]))
 
 
+@pytest.mark.parametrize(
+    ("sent", "arguments"),
+    [
+        ('{"a": [1, "é"]}', {"a": [1, "é"]}), (' {"a": 1}\n', {"a": 1}), ({"a": 1}, {"a": 1}), ("", {}), (" \n", {}),
+        ("null", {}), (None, {}), (..., {}), ("[1]", "[1]"), ("Oslo", "Oslo"), ('"{}"', '"{}"'), ([1], [1]),
+    ],
+)  # fmt: skip
+def test_arguments_that_clients_send_are_an_object_to_templates(sent: Any, arguments: Any) -> None:
+    """An empty one for nothing, as vLLM has it; what is no object stays."""
+    function = {"name": "f"} | ({} if sent is ... else {"arguments": sent})
+    message = Message(role="assistant", tool_calls=[{"id": "1", "type": "function", "function": function}])
+    assert message.for_template()["tool_calls"][0]["function"] == {"name": "f", "arguments": arguments}
+
+
 CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
 
 
@@ -271,6 +286,13 @@ def test_formats_are_recognised_from_templates() -> None:
         ("{{ '[TOOL_CALLS] [' }}", "mistral"),
         ("""{{ 'Environment: ipython' }}{{ '"parameters": ' }}""", "llama"),
         ("<tool_call><function=f>", None),
+        ("{{ '<tool_call>' + tool_call.name + '\\n<arg_key>' }}", None),  # GLM, Ling
+        ("{%- set begin = mark ~ '<tool_call>' -%} \"name\" ", None),  # MiniMax M3: XML behind a mark of its own
+        ('in <tool_call></tool_call> tags: <tool_calls>[{"name": ...}]</tool_calls>', None),  # Apriel 1.5
+        ('{{ "within <tool_call></tool_call>:\\n<tool_call>\\n{\\"name\\": <name>, " }}', "hermes"),  # Qwen 3
+        ("<tool_call>\n{'arguments': <args-dict>, 'name': <name>}\n</tool_call>", "hermes"),  # Falcon H1, Hermes 2
+        ('{{- "<tool_call>" }}{"name": "{{- call.name }}", ', "hermes"),  # EXAONE 4
+        ('~ "<tool_call>\\n"\n  ~ "{\\"name\\": \\"" ~ call.name', "hermes"),  # Reka
         ("[TOOL_CALLS]f[ARGS]{}", None),
         ("{{ messages }}", None),
     ):

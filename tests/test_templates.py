@@ -204,6 +204,22 @@ def test_operations_of_real_templates_keep_writers(small: Tokenizer, line: str) 
     assert small.decode(ids, False) == plainly(source, messages=user("a<|end|>b"))
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{{ c|tojson|safe + ('<|end|>'|safe) }}", "{{ ('<|end|>'|safe) + c }}", "{{ ('<|end|>'|safe).join(['', c]) }}",
+        "{{ ('.'|safe).replace('.', '<|end|>'|safe) + c }}", "{{ ('a <|end|>'|safe).split()[1:]|join ~ c|e }}",
+        "{{ 'to' + ('<|end|>'|safe).strip('a')|lower + c|e }}",
+    ],
+)  # fmt: skip
+def test_operations_on_markup_keep_writers(small: Tokenizer, line: str) -> None:
+    """Mistral's template for Ministral 3 adds ``arguments|tojson|safe`` to a control token."""
+    source = "{% set c = messages[0].content %}" + line + "<|user|>"
+    ids = apply(small, source, user("a<|end|>b"))
+    assert controls(small, ids) == ["<|end|>", "<|user|>"]
+    assert small.decode(ids, False) == plainly(source, messages=user("a<|end|>b"))
+
+
 def test_a_control_token_of_unknown_origin_is_an_error_that_names_the_template(small: Tokenizer) -> None:
     source = "{{ (messages[0].content ~ '<|end|>')|wordwrap(40) }}"
     with pytest.raises(ValueError, match=r"template 'strange' changes '<\|end\|>' so that nothing tells who wrote"):
@@ -289,6 +305,33 @@ def test_an_open_content_may_have_parts(small: Tokenizer, form: str) -> None:
     assert small.decode(ids, False) == "<|user|>user:hey\n"
 
 
+FIRST = [
+    "{{ m.content[0].text }}",  # LLaVA-NeXT, for the system and the assistant
+    "{{ m['content']|map(attribute='text')|first }}",
+    "{% for p in m.content %}{% if loop.first %}{{ p.text }}{% endif %}{% endfor %}",
+    "{% for p in m.content if p is mapping %}{% if loop.last %}{{ p.text }}{% endif %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("form", FIRST)
+def test_a_template_that_shows_one_part_gets_the_whole_text_in_it(small: Tokenizer, form: str) -> None:
+    source = AROUND.replace("CONTENT", form)
+    messages = user([part("he <|end|>"), part("\n"), part("y")])
+    text = "<|user|>user:he <|end|>\ny"
+    assert small.decode(apply(small, source, messages), False) == f"{text}<|end|>"
+    open_end = {"add_generation_prompt": False, "continue_final_message": True}
+    assert small.decode(apply(small, source, messages, **open_end), False) == text
+
+
+@pytest.mark.parametrize(
+    "form", ["{% for p in m.content %}[{{ p.text|trim }}]{% endfor %}", "{{ m.content|join('+', 'text') }}"]
+)
+def test_parts_that_are_all_shown_stay_parts(small: Tokenizer, form: str) -> None:
+    source = AROUND.replace("CONTENT", form)
+    messages = user([part(" a "), part(" "), part("</think>"), part("b")])
+    assert small.decode(apply(small, source, messages), False) == plainly(source, messages=messages)
+
+
 def test_data_without_end_is_refused(small: Tokenizer) -> None:
     endless: list[Any] = []
     endless.append(endless)
@@ -302,6 +345,21 @@ def test_each_role_has_the_form_that_is_read_of_it(small: Tokenizer) -> None:
         source = "{{ messages[0].content + '.' }}{% for m in messages[1:] %}CONTENT{% endfor %}"
         ids = apply(small, AROUND[: AROUND.index("{% for m")] + source.replace("CONTENT", form), messages)
         assert small.decode(ids) == "be brief.hello"
+
+
+@pytest.mark.parametrize("look", ["p.type == 'image'", "p['type'] == 'image'"])
+@pytest.mark.parametrize("shown", ["m.content|tojson", "m.content", "m|tojson", "m"])
+def test_a_content_that_is_looked_into_and_printed_is_a_text(small: Tokenizer, look: str, shown: str) -> None:
+    """Llama 3.2's template looks for images in all contents, and prints those of tools as JSON. A text is what
+    transformers hands to it."""
+    loop = f"{{% for p in m.content if {look} %}}!{{% endfor %}}{{{{ {shown} }}}}"
+    source = f"{{% for m in messages %}}{loop}{{% endfor %}}"
+    messages = [{"role": "tool", "content": "18 <|end|>"}, *user("why")]
+    assert small.decode(apply(small, source, messages), False) == plainly(source, messages=messages)
+    # only parts have a method ``get``
+    source = source.replace("p['type']", "p.type").replace("p.type", "p.get('type')")
+    parts = [{**message, "content": [part(message["content"])]} for message in messages]
+    assert small.decode(apply(small, source, messages), False) == plainly(source, messages=parts)
 
 
 def test_a_message_of_which_nothing_is_shown_is_an_error(small: Tokenizer) -> None:
@@ -334,6 +392,49 @@ def test_what_a_template_leaves_out_on_purpose_is_left_out_with_a_warning(small:
         assert small.decode(apply(small, source, messages)) == "be brief hello"
     with pytest.warns(UserWarning, match=r"template 'strange' leaves out message 0 \(role 'system'\)"):
         assert small.decode(apply(small, source, [*messages, {"role": "tool", "content": "4"}])) == "hello4"
+
+
+@pytest.mark.parametrize(
+    ("form", "taken"),
+    [
+        ("{{ 'f' + c.arguments }}", "text"),  # DeepSeek V3 and R1
+        ("{% for k, v in c.arguments.items() %}{{ k ~ v }}{% endfor %}", "object"),  # GLM, Qwen 3 Coder
+        ("{% for k, v in c.arguments|items %}{{ k ~ v }}{% endfor %}", "object"),
+        ("{{ c.arguments.city if c.arguments is mapping else raise_exception('no object') }}", "object"),
+        ("{{ c.arguments|tojson }}", "either"),  # Qwen 2.5
+    ],
+)
+def test_arguments_have_the_form_that_the_template_takes(small: Tokenizer, form: str, taken: str) -> None:
+    """What transformers makes of that form; if a template takes both, of the one that is given."""
+    source = "{% for m in messages %}{{ m.content }}{% for t in m.tool_calls or [] %}{% set c = t.function %}"
+    source += form + "<|end|>{% endfor %}{% endfor %}"
+    arguments = {"city": "Zürich <|end|>"}
+    texts = {"text": json.dumps(arguments, ensure_ascii=False), "object": arguments}
+
+    def conversation(form: str) -> list[dict[str, Any]]:
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": texts[form]}}
+        return [*user("q"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+    for sent in texts:
+        ids = apply(small, source, conversation(sent))
+        wanted = plainly(source, messages=conversation(sent if taken == "either" else taken))
+        assert small.decode(ids, False) == wanted and controls(small, ids) == ["<|end|>"]
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, "{'a': 1}", {"a": {1, 2}}, {"a": b""}, None, 3, [1], "[1]"])
+def test_arguments_of_no_form_that_a_template_takes_are_refused(small: Tokenizer, arguments: Any) -> None:
+    message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": arguments}}, None, "x"]}
+    source = "{% for m in messages %}{{ m.tool_calls[0].function.arguments.city.upper() }}{% endfor %}"
+    with pytest.raises(ValueError, match=r"'strange' refused the messages: '.* has no attribute '(city|upper)'"):
+        apply(small, source, [message])
+
+
+def test_errors_of_a_template_call_texts_what_they_are(small: Tokenizer) -> None:
+    """In the words that transformers gives."""
+    with pytest.raises(ValueError, match="refused the messages: 'str object' has no attribute 'items'"):
+        apply(small, "{{ messages[0].content.items() }}", user("a"))
+    with pytest.raises(ValueError, match="refused the messages: list object has no element 1"):
+        apply(small, "{{ messages[0].content[0].text }}{{ messages[0].content[1].text }}", user("a"))
 
 
 NONE = (

@@ -37,13 +37,15 @@ ONE = [
     "{}.translate({{97: 'zz', 98: none}})", "{}.replace('', '.')", "{}.replace('a', '', 1)", "('%s' % {})",
     "('%-8s.' % {})", "('%(a)s%%' % {{'a': {}}})", "('{{!r}}|'.format({}))", "('{{:>9}}{{{{'.format({}))",
     "('%s;'|format({}))", "'{{a}}'.format_map({{'a': {}}})", "({} is string)", "({}.encode()|string)",
-    "({}|e|string)",
+    "({}|e|string)", "({}|safe).split('a')[-1]", "({}|safe)[1:]", "({}|safe)|list|join('<')",
+    "({}|tojson|safe).upper()",
 ]  # fmt: skip
 TWO = [
     "({} ~ {})", "({} + {})", "({} if {} == 'a' else '<|end|>')", "('<|end|>' if 'a' in {} else {})",
     "([{}, 'b']|join({}))", "{}.join(['a', 'b', {}])", "('a-b'|replace('-', {}) ~ {})", "{}.replace('a', {})",
     "('%s-%5s' % ({}, {}))", "('{{0}}{{1}}{{0}}'.format({}, {}))", "([{}, {}]|sort|join)", "([{}, {}]|unique|join)",
     "({}.split({})|join)", "({} if {} > 'b' else 'c')", "(dict(a={}, b={})|tojson)", "({}|e + {})", "({} + {}|e)",
+    "({}|safe + {})", "({} + {}|tojson|safe)", "({}|safe).join([{}, 'b<'])", "({}|safe).replace('a', {})",
 ]  # fmt: skip
 STATEMENTS = [
     "{{{{ {} }}}}", "{{% set x = {} %}}{{{{ x }}}}[{{{{ x }}}}]", "{{% if {} %}}yes{{% endif %}}",

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from enum import Enum, auto
 from functools import cached_property, partial
-from typing import Any
+from itertools import accumulate, count, islice
+from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.meta
 
 from fly.errors import shorten
-from fly.models.sandbox import Content, PartsWanted, Refusal, Sandbox
+from fly.models.sandbox import Content, Parts, PartsPrinted, PartsWanted, Refusal, Sandbox
 from fly.models.thinking import TAGS, Tags
 from fly.models.traced import (
     EMPTY,
@@ -40,6 +43,19 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 Message = Mapping[str, Any]
 
 
+class _Form(Enum):
+    """What a content is to a template."""
+
+    TEXT = auto()  # a text; ``PartsWanted`` if its characters are read as parts
+    PARTS = auto()  # a list of parts; ``PartsPrinted`` if it is printed as a list
+    ANY_TEXT = auto()  # a text, however it is read
+    ANY_PARTS = auto()  # a list of parts, however it is read
+    ONE_PART = auto()  # such a list, whose only part has the whole text
+
+
+_Forms = Mapping[str, _Form]  # by role; ``TEXT`` for all others
+
+
 class ChatTemplate:
     """A chat template, which runs in a sandbox with transformers' extensions (``fly.models.sandbox``).
 
@@ -60,8 +76,9 @@ class ChatTemplate:
     ) -> Traced:
         """Render a conversation. The result knows who wrote each character (``fly.models.traced``).
 
-        A content is a text to the template, or a list of parts if the template reads the parts of contents. A message
-        that the template shows at other places of a conversation, but not here, is left out with a warning.
+        A content is a text to the template, or a list of parts if the template reads the parts of contents. A call's
+        arguments are an object or its JSON, whichever the template takes; if it takes both, they stay as they are. A
+        message that the template shows at other places of a conversation, but not here, is left out with a warning.
 
         Args:
             messages: what ``conversation`` returns.
@@ -75,27 +92,39 @@ class ChatTemplate:
         if continued and not (messages and _text_of(messages[-1])):
             raise ValueError("continue_final_message: the last message has no text to continue")
 
-        def attempt(messages: Sequence[Message], listed: Collection[str], continued: bool = False) -> Traced:
+        def attempt(messages: Sequence[Message], forms: _Forms, continued: bool = False) -> Traced:
             last = len(messages) - 1
             traced = [
-                _trace_message(number, message, message["role"] in listed, continued and number == last)
-                for number, message in enumerate(messages)
+                _trace_message(message, pieces, forms.get(message["role"], _Form.TEXT), continued and number == last)
+                for number, (message, pieces) in enumerate(zip(messages, _list_pieces(messages, forms)))
             ]
             variables = {**trace(trusted, TEMPLATE), **trace(untrusted, OTHER), "messages": traced}
             return EMPTY + self._compiled.render(variables)
 
-        text, listed = self._render_in_form(partial(attempt, messages, continued=continued), messages)
-        lost = self._find_lost(attempt, messages, text, listed)
-        if lost and not listed:
+        try:
+            text, forms = self._render_in_form(partial(attempt, messages, continued=continued), messages)
+        except ValueError as refusal:
+            if (converted := _with_other_arguments(messages)) == messages:
+                raise
+            try:
+                text, forms = self._render_in_form(partial(attempt, converted, continued=continued), converted)
+            except ValueError:
+                raise refusal from None
+            messages = converted
+        lost = self._find_lost(attempt, messages, text, forms)
+        for form in (_Form.ANY_PARTS, _Form.ONE_PART):
             with suppress(Exception):
-                text = attempt(messages, set(lost), continued)
-                lost = self._find_lost(attempt, messages, text, set(lost))
+                if lost:
+                    other_forms = {**forms, **dict.fromkeys(lost, form)}
+                    text = attempt(messages, other_forms, continued)
+                    forms = other_forms
+                    lost = self._find_lost(attempt, messages, text, forms)
         for role, number in lost.items():
             raise self.refusal(
                 f"it shows nothing of message {number} (role {role!r}), {shorten(_text_of(messages[number]))}; "
                 "leave the message out if that is what you want"
             )
-        if absent := self._list_absent(messages, text):
+        if absent := self._list_absent(messages, text, forms):
             first = f"message {absent[0]} (role {messages[absent[0]]['role']!r})"
             others = f" and {len(absent) - 1} others" if absent[1:] else ""
             warnings.warn(f"the chat template {self.name!r} leaves out {first}{others}", stacklevel=3)
@@ -130,125 +159,167 @@ class ChatTemplate:
         return _SANDBOX.from_string(self.source)
 
     def _render_in_form(
-        self, attempt: Callable[[Collection[str]], Traced], messages: Sequence[Message]
-    ) -> tuple[Traced, set[str]]:
-        """Render with texts as contents, or with lists of parts for the roles of which the template reads parts. Return
-        the rendered text and these roles."""
-        listed, printed = set[str](), set[str]()
+        self, attempt: Callable[[_Forms], Traced], messages: Sequence[Message]
+    ) -> tuple[Traced, _Forms]:
+        """Render with texts as contents, or with lists of parts for the roles of which the template reads parts. A
+        template that also prints such a list, as Llama's print any result of a tool as JSON, gets a text if it takes
+        one. Return the rendered text and the forms."""
+        forms = dict[str, _Form]()
         refusal: Exception | None = None
         while True:
             try:
-                return attempt(listed), listed
+                return attempt(forms), forms
             except PartsWanted as error:
                 number = len(messages) - 1 if error.writer == END else message_number(error.writer)
-                if (role := messages[number]["role"]) in printed:
-                    raise self.refusal(f"it reads the content of the role {role!r} as a text and as parts") from error
-                listed.add(role)
-            except _PartsPrinted as error:
-                listed.discard(error.role)
-                printed.add(error.role)
+                forms[messages[number]["role"]] = _Form.PARTS
+            except PartsPrinted as error:
+                forms[error.role] = _Form.ANY_TEXT
             except Refusal as error:
                 raise self.refusal(refusal or error) from error
             except Exception as error:
-                roles = {message["role"] for message in messages if _text_of(message)} - printed
-                if refusal is not None or roles <= listed:
-                    raise self.refusal(refusal or error) from error
-                refusal, listed = error, roles
+                refusal = refusal or error
+                roles = {message["role"] for message in messages if isinstance(message.get("content"), (str, list))}
+                next_forms = {role: _PARTS_AFTER.get(forms.get(role, _Form.TEXT)) for role in roles}
+                if not any(next_forms.values()):
+                    raise self.refusal(refusal) from error
+                forms |= {role: form for role, form in next_forms.items() if form is not None}
 
     def _find_lost(
-        self, attempt: Callable[..., Traced], messages: Sequence[Message], text: Traced, listed: Collection[str]
+        self, attempt: Callable[..., Traced], messages: Sequence[Message], text: Traced, forms: _Forms
     ) -> dict[str, int]:
-        """Return the roles of whose texts the template cannot show anything, with the number of a message that the
-        rendered ``text`` lacks.
+        """Return the roles of whose texts the template cannot show all pieces, with the number of a message of which
+        the rendered ``text`` lacks one.
 
         A template may leave out a message on purpose: Mistral's show the system's only before a question that comes
         last. So a role counts only if its message is also absent when the conversation ends with it, or with the next
         question.
         """
         lost = dict[str, int]()
-        for number in self._list_absent(messages, text):
+        for number in self._list_absent(messages, text, forms):
             lost.setdefault(messages[number]["role"], number)
         for role, number in list(lost.items()):
             questions = (at for at in range(number + 1, len(messages)) if messages[at]["role"] == "user")
             for last in (number, next(questions, number)):
                 begin = messages[: last + 1]
                 with suppress(Exception):
-                    if number not in self._list_absent(begin, attempt(begin, listed)):
+                    if number not in self._list_absent(begin, attempt(begin, forms), forms):
                         lost.pop(role, None)
         return lost
 
-    def _list_absent(self, messages: Sequence[Message], text: Traced) -> list[int]:
-        """Return the numbers of the messages that have a text of which the rendered ``text`` shows nothing. Thinking
-        may be absent, and so may a content beside calls of tools."""
+    def _list_absent(self, messages: Sequence[Message], text: Traced, forms: _Forms) -> list[int]:
+        """Return the numbers of the messages with a piece of text of which the rendered ``text`` shows nothing.
+        Thinking may be absent, and so may a content beside calls of tools."""
         shown = set(writers_of(text))
         if UNKNOWN in shown:  # any message may be there
             return []
         absent = []
-        for number, message in enumerate(messages):
-            writers = {message_writer(number)} | ({END} if number == len(messages) - 1 else set())
-            if shown.isdisjoint(writers) and not message.get("tool_calls"):
-                content = _text_of(message)
-                answer = content if self.tags is None else content.rpartition(self.tags.close)[2]
-                if answer.strip():
-                    absent.append(number)
+        for number, (message, pieces) in enumerate(zip(messages, _list_pieces(messages, forms))):
+            content = _text_of(message)
+            answer = content if self.tags is None else content.rpartition(self.tags.close)[2]
+            begin = len(content) - len(answer)
+            # The last character of an open content has the writer ``END``.
+            end = len(content.rstrip()) if END in shown and number == len(messages) - 1 else 0
+            missing = [
+                content[max(piece.start, begin) : piece.end]
+                for piece in pieces
+                if piece.writer not in shown and not piece.start < end <= piece.end
+            ]
+            if not message.get("tool_calls") and any(map(str.strip, missing)):
+                absent.append(number)
         return absent
 
 
-class _PartsPrinted(Exception):
-    """A template prints the parts of a content as they are, instead of their texts."""
+class _Piece(NamedTuple):
+    """A piece of a message's text that has a ``writer`` of its own."""
 
-    def __init__(self, role: str) -> None:
-        super().__init__(role)
-        self.role = role
-
-
-class _Parts(list[Any]):
-    """The parts of a content, which must not be printed as a list."""
-
-    def __init__(self, parts: Iterable[Any], role: str) -> None:
-        super().__init__(parts)
-        self._role = role
-
-    def __repr__(self) -> str:
-        raise _PartsPrinted(self._role)
+    writer: str
+    start: int
+    end: int
 
 
+# If a template fails with texts, it may take parts.
+_PARTS_AFTER = {_Form.TEXT: _Form.PARTS, _Form.ANY_TEXT: _Form.ANY_PARTS}
 _NAME = re.compile(r"[\w -]+")  # a role that spells no part of a control token but a word
 _SANDBOX = Sandbox()
 
 
-def _trace_message(number: int, message: Message, listed: bool, continued: bool) -> dict[str, Any]:
-    """Return ``message`` with the writers of its texts; that of its content has its number. A content that is
-    ``listed`` becomes a list of parts."""
+def _list_pieces(messages: Sequence[Message], forms: _Forms) -> list[list[_Piece]]:
+    """Return the pieces of each message's text: its parts if the template gets them, else the whole. The first has the
+    writer of the message."""
+    further_numbers = count(len(messages))
+    pieces = []
+    for number, message in enumerate(messages):
+        lengths = [len(_text_of(message))]
+        if forms.get(message["role"]) in (_Form.PARTS, _Form.ANY_PARTS) and isinstance(message.get("content"), list):
+            lengths = [len(part["text"]) for part in message["content"]]
+        numbers = [number, *islice(further_numbers, max(len(lengths) - 1, 0))]
+        spans = zip(numbers, accumulate(lengths), lengths)
+        pieces.append([_Piece(message_writer(each), end - length, end) for each, end, length in spans])
+    return pieces
+
+
+def _trace_message(message: Message, pieces: Sequence[_Piece], form: _Form, continued: bool) -> dict[str, Any]:
+    """Return ``message`` with the writers of its texts, and its content in this ``form``."""
     traced = {}
     for name, value in message.items():
         if name == "role":
             traced[name] = trace(value, ROLE if _NAME.fullmatch(value) else OTHER)
         elif name == "content" and isinstance(value, (str, list)):
-            traced[name] = _trace_content(number, message, listed, continued)
+            traced[name] = _trace_content(message, pieces, form, continued)
         else:
             traced[name] = trace(value, OTHER)
     return {trace(name, OTHER): value for name, value in traced.items()}
 
 
-def _trace_content(number: int, message: Message, listed: bool, continued: bool) -> Any:
-    """Return the content of a message as text or, if ``listed``, as parts. Whitespace around it has no number, since
+def _trace_content(message: Message, pieces: Sequence[_Piece], form: _Form, continued: bool) -> Any:
+    """Return the content of a message in this ``form``. Whitespace around a piece is not the piece's writer's, since
     templates may show it alone."""
     text, content = _text_of(message), message["content"]
-    before, core = len(text) - len(text.lstrip()), len(text.strip())
-    writers = OTHER * before + message_writer(number) * core + OTHER * (len(text) - before - core)
+    writers = "".join(_write_core(text[piece.start : piece.end], piece.writer) for piece in pieces)
     if continued:
-        last = before + core - 1
+        last = len(text.rstrip() or text) - 1
         writers = writers[:last] + END * (len(text) - last)
-    traced = Content(text, writers, len(text) if continued else None)
-    if not listed:
+    end = len(text) if continued else None
+    if form is _Form.TEXT:
+        return Content(text, writers, end)
+    traced = Traced(text, writers, end)
+    if form is _Form.ANY_TEXT:
         return traced
-    parts, start = [], 0
-    for part in [{"type": "text", "text": text}] if isinstance(content, str) else content:
-        end = start + len(part["text"])
-        parts.append({**trace(part, OTHER), trace("text", OTHER): traced[start:end]})
-        start = end
-    return _Parts(parts, message["role"])
+    if form is _Form.ONE_PART or isinstance(content, str):
+        parts = [trace({"type": "text"}, OTHER) | {trace("text", OTHER): traced}]
+    else:
+        parts = [
+            {**trace(part, OTHER), trace("text", OTHER): traced[piece.start : piece.end]}
+            for part, piece in zip(content, pieces)
+        ]
+    return Parts(parts, message["role"]) if form is _Form.PARTS else parts
+
+
+def _write_core(text: str, writer: str) -> str:
+    before, core = len(text) - len(text.lstrip()), len(text.strip())
+    return OTHER * before + writer * core + OTHER * (len(text) - before - core)
+
+
+def _with_other_arguments(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with the arguments of their calls in the other form: objects as JSON, JSON as objects."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [convert(item) for item in value]
+        if not isinstance(value, Mapping):
+            return value
+        arguments = value.get("arguments")
+        with suppress(TypeError, ValueError, RecursionError):  # they have no other form
+            if isinstance(arguments, Mapping):
+                return {**value, "arguments": json.dumps(arguments, ensure_ascii=False)}
+            if isinstance(arguments, str) and isinstance(parsed := json.loads(arguments), dict):
+                return {**value, "arguments": parsed}
+        return {name: convert(item) if name == "function" else item for name, item in value.items()}
+
+    return [
+        {name: convert(value) if name == "tool_calls" else value for name, value in message.items()}
+        for message in messages
+    ]
 
 
 def _text_of(message: Message) -> str:

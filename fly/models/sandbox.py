@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import string
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jinja2
 import jinja2.ext
@@ -21,7 +21,7 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.filters import FILTERS
 from jinja2.nodes import EvalContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
-from jinja2.utils import pass_eval_context
+from jinja2.utils import missing, pass_eval_context
 from markupsafe import Markup
 
 from fly.models.traced import (
@@ -32,6 +32,7 @@ from fly.models.traced import (
     TracedMarkup,
     common_writer,
     dump_json,
+    end_of,
     escape_text,
     rewritten_writers,
     text_of,
@@ -39,7 +40,7 @@ from fly.models.traced import (
     writers_of,
 )
 
-__all__ = ["Content", "PartsWanted", "Refusal", "Sandbox"]
+__all__ = ["Content", "Parts", "PartsPrinted", "PartsWanted", "Refusal", "Sandbox"]
 
 _OF_PARTS = ("type", "text", "get")  # what templates read of a part of a content
 
@@ -49,9 +50,39 @@ class Refusal(jinja2.TemplateError):
 
 
 class Content(Traced):
-    """A content that is a text. Its characters are plain ``Traced``, so that they differ from it."""
+    """A content that is a text, of which no character may be read as a part (``PartsWanted``)."""
 
     __slots__ = ()
+
+    def __getitem__(self, key: SupportsIndex | slice) -> Traced:
+        text = super().__getitem__(key)
+        kind = Content if isinstance(key, slice) else _Character
+        return kind(text, writers_of(text), end_of(text))
+
+    def __iter__(self) -> Iterator[str]:
+        return map(_Character, str.__iter__(self), writers_of(self))
+
+
+class _Character(Traced):
+    """A character of a content."""
+
+    __slots__ = ()
+
+
+class Parts(list[Any]):
+    """The parts of a content, which may not be printed as a list (``PartsPrinted``).
+
+    Args:
+        parts: the parts.
+        role: the role of the message.
+    """
+
+    def __init__(self, parts: Iterable[Any], role: str) -> None:
+        super().__init__(parts)
+        self.role = role
+
+    def __repr__(self) -> str:
+        raise PartsPrinted(self.role)
 
 
 class PartsWanted(Exception):
@@ -62,13 +93,22 @@ class PartsWanted(Exception):
         self.writer = writer
 
 
+class PartsPrinted(Exception):
+    """A template prints the parts of a content of this ``role`` as they are, instead of their texts."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(role)
+        self.role = role
+
+
 class Sandbox(ImmutableSandboxedEnvironment):
     """Jinja's sandbox with transformers' extensions: the functions ``raise_exception`` and ``strftime_now``, a
     ``tojson`` that writes plain JSON, ``break`` and ``continue``, and ``generation`` blocks. Templates render to
     ``Traced`` text."""
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
+        extensions = ["jinja2.ext.loopcontrols", _Generation]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, undefined=_Undefined)
         self.code_generator_class = _CodeGenerator
         self.globals["raise_exception"] = _refuse
         self.globals["strftime_now"] = lambda form: trace(datetime.now().strftime(form), TEMPLATE)
@@ -109,6 +149,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if value.__name__ == "format_map":
             return lambda named: write((), named)
         return lambda *args, **named: write(args, named)
+
+
+class _Undefined(jinja2.Undefined):
+    """What a value lacks. To errors, texts and parts are plain ones."""
+
+    __slots__ = ()
+
+    def __init__(self, hint: str | None = None, obj: Any = missing, *args: Any, **named: Any) -> None:
+        plain = str.__str__(obj) if isinstance(obj, str) else list(obj) if isinstance(obj, Parts) else obj
+        super().__init__(hint, plain, *args, **named)
 
 
 class _CodeGenerator(CodeGenerator):
@@ -190,8 +240,17 @@ def _refuse(message: str) -> None:
 
 
 def _check_character(value: Any, name: Any) -> None:
-    if type(value) is Traced and len(value) == 1 and name in _OF_PARTS and (writer := writers_of(value)) >= END:
+    if isinstance(value, _Character) and name in _OF_PARTS and (writer := writers_of(value)) >= END:
         raise PartsWanted(writer)
+
+
+def _check_printed(value: Any) -> None:
+    """Raise ``PartsPrinted`` if there are parts of a content in data."""
+    if isinstance(value, Parts):
+        raise PartsPrinted(value.role)
+    if isinstance(value, (Mapping, list, tuple)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            _check_printed(each)
 
 
 def _keep_writers(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,6 +275,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    _check_printed(value)
     return dump_json(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

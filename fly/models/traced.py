@@ -232,8 +232,8 @@ class Traced(str):
 
 
 class TracedMarkup(Markup):
-    """Markup with the writer of each character. Operations of markup escape what they take in, and lose the writers;
-    printing keeps them."""
+    """Markup with the writer of each character. It behaves as ``Markup`` does, which escapes the texts that it takes
+    in. ``format``, ``%``, ``translate`` and padding lose the writers."""
 
     __slots__ = ("_writers",)
     _writers: str
@@ -251,6 +251,49 @@ class TracedMarkup(Markup):
 
     def __repr__(self) -> str:
         return f"Markup({str.__repr__(self)})"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(str(self))
+
+    def __add__(self, other: Any) -> Any:
+        if isinstance(other, str) or hasattr(other, "__html__"):
+            return _marked(str(self) + str(escape_text(other)))
+        return NotImplemented
+
+    def __radd__(self, other: Any) -> Any:
+        if isinstance(other, str) or hasattr(other, "__html__"):
+            return escape_text(other) + self
+        return NotImplemented
+
+    def join(self, texts: Iterable[Any]) -> TracedMarkup:
+        return _marked(str(self).join(str(escape_text(text)) for text in texts))
+
+    def replace(self, old: str, new: str, count: SupportsIndex = -1) -> TracedMarkup:
+        return _marked(str(self).replace(old, str(escape_text(new)), count))
+
+
+def _marked(value: Any) -> Any:
+    """Return the text or the texts ``value`` as markup."""
+    if isinstance(value, str):
+        return TracedMarkup(value, writers_of(value))
+    return type(value)(map(_marked, value))
+
+
+def _operation_on_markup(name: str) -> Callable[..., Any]:
+    """Return a method of ``Traced``, which takes in no text, as one of ``TracedMarkup``."""
+
+    def operate(self: TracedMarkup, *args: Any, **named: Any) -> Any:
+        return _marked(getattr(str(self), name)(*args, **named))
+
+    return operate
+
+
+for _name in (
+    "__getitem__", "__mul__", "__rmul__", "capitalize", "casefold", "expandtabs", "lower", "lstrip", "partition",
+    "removeprefix", "removesuffix", "rpartition", "rsplit", "rstrip", "split", "splitlines", "strip", "swapcase",
+    "title", "upper", "zfill",
+):  # fmt: skip
+    setattr(TracedMarkup, _name, _operation_on_markup(_name))
 
 
 EMPTY = Traced("", "")

@@ -118,16 +118,21 @@ Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_leng
 
 
 def _read_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Turn a call's arguments into an object, as templates expect; arguments that are not JSON stay text."""
+    """Turn a call's arguments into an object, as templates expect. Without arguments it is empty; arguments that are
+    not the JSON of an object stay as they are."""
     function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
+    if not isinstance(function, dict):
         return call
-    try:
-        arguments = loads(text or "{}", once=False)
-    except TooMuch as error:
-        raise ValueError(f"arguments of a call: {error}") from None
-    except ValueError:
-        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = loads(arguments.strip() or "null", once=False)
+        except TooMuch as error:
+            raise ValueError(f"arguments of a call: {error}") from None
+        except ValueError:
+            return call
+    if arguments is None:
+        arguments = {}
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 

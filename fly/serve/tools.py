@@ -19,6 +19,8 @@ from fly.serve.jsons import DEEPEST, loads
 
 __all__ = ["FORMATS", "Call", "CallFormat", "CallReader", "format_of", "grammar", "wrong_with_tools"]
 
+# What a template with the format of Hermes shows the model: an object in the tags, with a name and arguments.
+_HERMES = re.compile(r"""<tool_call>(?:\\n|[^\w<>])*\{\\?["'](?:name|arguments)\b""")
 _FENCE = "```json"
 _SPACE = r"[ \n]{0,16}"
 _MOST = 16  # most calls in one answer, because small models that must call would never stop
@@ -70,8 +72,8 @@ def format_of(template: str) -> CallFormat | None:
     """Find the format that a chat template shows the model; None if it shows none of these."""
     if "[TOOL_CALLS]" in template:
         return None if "[ARGS]" in template else FORMATS["mistral"]
-    if "<tool_call>" in template:  # some families write XML inside the tags
-        return None if "<function=" in template or "<arg_key>" in template else FORMATS["hermes"]
+    if _HERMES.search(template):  # some families write other things than JSON inside the tags
+        return FORMATS["hermes"]
     if re.search(r'\\?"parameters\\?": ', template) and ("<|python_tag|>" in template or "ipython" in template):
         return FORMATS["llama"]
     return None
