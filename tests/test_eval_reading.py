@@ -641,7 +641,10 @@ LONG = [
     *[(head, "\n") for head in ["answer", "A) x", "####", "# x"]],
     ("", "#"),
     ("option:", " "),
-    *[("", piece) for piece in ["<code>\n", "<code", "is minus ", "rule out A, ", "answer (", "Aa ", "Aa. ", "answer is:\n"]],
+    *[
+        ("", piece)
+        for piece in ["<code>\n", "<code", "is minus ", "rule out A, ", "answer (", "Aa ", "Aa. ", "answer is:\n"]
+    ],
     *[("Aa", " "), ("answer in", " "), ("negative", " "), ("is", " "), ("A) x\n", "A) x\n"), ("A or A", " ")],
 ]
 
