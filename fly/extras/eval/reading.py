@@ -267,7 +267,8 @@ _EXCLUDED = re.compile(
     rf"|{_ONE}(?:\s+\([^()\n]{{0,80}}\))?\s+(?:(?:is|was|can|must)\s+{_WRONG}|isn't|cannot)"
 )
 _CHOOSES = re.compile(
-    rf"(?i)(?<!to )(?<!/)\b(?:(?:answers?|ans|(?:correct|right|best|final|my) (?:choice|option|letter|one|pick|selection))"
+    r"(?i)(?<!to )(?<!/)\b"
+    r"(?:(?:answers?|ans|(?:correct|right|best|final|my) (?:choice|option|letter|one|pick|selection))"
     rf"(?:\s+(?:choice|option|letter))?(?:{_IS}|\.?(?=\s+[(\[]?\w\b(?!\s+\w)))|(?:correct|choice|option|selection)\s*:)"
     rf"|(?<!\#)\#{{4,}}+(?=\s*+{_ONE}\.?[ \t]*+(?:\n|\Z))"
 )
