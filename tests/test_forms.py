@@ -272,6 +272,13 @@ def test_classes_are_those_of_json_schema(pattern: str, text: str, other: str) -
     assert takes(schema, json.dumps({text: 1})) and not takes(schema, json.dumps({other: 1}))
 
 
+@pytest.mark.parametrize("source", ["\\", "a\\", "\\\\\\"])
+def test_an_expression_that_ends_within_an_escape_is_refused(source: str) -> None:
+    with pytest.raises(ValueError, match=r"a single \\ ends it"):
+        compile_form(BYTES, "regex", source)
+    compile_form(BYTES, "regex", f"{source}\\")
+
+
 KEYWORDS = [
     "type", "format", "pattern", "minLength", "minimum", "exclusiveMaximum", "multipleOf", "properties", "required",
     "minProperties", "patternProperties", "additionalProperties", "items", "prefixItems", "additionalItems", "minItems",

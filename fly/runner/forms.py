@@ -55,6 +55,11 @@ def compile_form(vocabulary: LLTokenizer, kind: str, source: str) -> LLMatcher:
     """
     try:
         if kind == "regex":
+            # The library would take the end that it puts after an expression as the escaped character.
+            if re.search(
+                r"(?<!\\)(?:\\\\)*\\\Z", source
+            ):
+                raise ValueError("a single \\ ends it, which escapes nothing")
             grammar = LLMatcher.grammar_from_regex(source)
         elif kind == "grammar":
             grammar = LLMatcher.grammar_from_lark(_prepare_grammar(source))
