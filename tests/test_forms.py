@@ -13,8 +13,9 @@ import json
 import random
 import re
 import sys
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 from uuid import UUID
 
 import jsonschema
@@ -74,7 +75,22 @@ def read(text: str) -> Any:
 # --- any schema ------------------------------------------------------------------------------------------
 
 NAMES = ["a", "ab", "b", "x_1", "é", 'q"', "", "a b", "x/y", "~"]
-PATTERNS = ["^a", "^ab$", "b$", "^[ab]+$", "^(ab|b)$", "^.$", "a.b", "^[^a]*$", "^a{3}$", "^(?:a|ab|b)$", "é", '^"', ""]
+PATTERNS = [
+    "^[[a&&b]+$",
+    "^a",
+    "^ab$",
+    "b$",
+    "^[ab]+$",
+    "^(ab|b)$",
+    "^.$",
+    "a.b",
+    "^[^a]*$",
+    "^a{3}$",
+    "^(?:a|ab|b)$",
+    "é",
+    '^"',
+    "",
+]
 numbers = st.sampled_from([0, 1, -1, 2, 3, 10, 100, -7, 0.5, 1.5, 0.25, 1e3, 2**53, 2**53 + 1, 10**20, 1e20])
 names = st.sampled_from(NAMES)
 constants = st.recursive(
@@ -111,6 +127,9 @@ def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Schema]:
         required=st.lists(names, max_size=2, unique=True),
         patternProperties=st.dictionaries(st.sampled_from(PATTERNS[:-1]), inner, min_size=1, max_size=2),
         additionalProperties=st.one_of(st.booleans(), inner),
+        propertyNames=st.sampled_from(
+            [{"enum": ["a", "b", "é"]}, {"const": "ab"}, {"type": "string", "pattern": "^a"}]
+        ),
         minProperties=few,
         maxProperties=few,
     )
@@ -187,6 +206,20 @@ REFUSED: list[tuple[Schema, str]] = [
     ({"type": "string", "pattern": "^\\x01$"}, "no text that can be written"),
     ({"type": "string", "format": "date", "pattern": "x"}, "Regex is empty"),
     ({"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}}, "it requires itself"),
+    ({"$anchor": "x", "type": "object", "required": ["a"], "properties": {"a": {"$ref": "#x"}}}, "at #: it requires"),
+    ({"$id": "http://x/y", "type": "array", "minItems": 1, "items": {"$ref": "http://x/y#"}}, "it requires itself"),
+    ({"$ref": "d", "x": [{"$id": "d", "type": "object", "minProperties": 2}]}, "at d: minProperties 2"),
+    ({"properties": {"a": {"pattern": "^(?!a)"}}}, "at #/properties/a: pattern '^(?!a)': regex parse error"),
+    ({"patternProperties": {"^(?=a)": {}}}, "at #: patternProperties '^(?=a)': regex parse error"),
+    ({"pattern": "[a--b]"}, "pattern '[a--b]': write \\- for a -"),
+    # The library puts these within brackets, so it took them.
+    *[({"pattern": text}, f"pattern {text!r} is no regular expression") for text in ["a)|(b", ")(", "a\\", "a|)"]],
+    ({"propertyNames": {"minLength": 2}}, "propertyNames"),
+    ({"properties": {"c": {}}, "propertyNames": {"enum": ["a"]}}, "propertyNames"),
+    ({"uniqueItems": True}, "uniqueItems"),
+    ({"contains": {}, "minContains": 0}, "contains"),
+    ({"if": {}, "else": {}}, "if"),
+    ({"not": {}}, "Unsatisfiable"),
 ]
 
 
@@ -194,6 +227,56 @@ REFUSED: list[tuple[Schema, str]] = [
 def test_a_schema_that_would_fail_within_an_answer_is_refused(schema: Schema, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         compile_schema(schema)
+
+
+# Values of keywords that say nothing, though the library knows none of the keywords.
+NEUTRAL: list[Schema] = [
+    *[{key: value} for key in ("unevaluatedItems", "unevaluatedProperties", "propertyNames") for value in (True, {})],
+    *[{"propertyNames": {"type": "string"}}, {"uniqueItems": False}, {"not": False}, {"dependentRequired": {}}],
+    *[{"minContains": 1}, {"then": False}, {"if": {"minimum": 3}}, {"then": False, "else": False}],
+]
+
+
+@pytest.mark.parametrize("schema", NEUTRAL, ids=str)
+def test_keywords_that_say_nothing_are_no_error(schema: Schema) -> None:
+    assert takes({"type": ["object", "array"], **schema}, '{"a":1}') and takes(schema, "[1, 1]")
+
+
+def test_records_of_zod_and_dictionaries_of_pydantic_are_held() -> None:
+    """What ``z.record(z.enum(["a", "b"]), z.number())`` and ``dict[Literal["a", "b"], int]`` are as schemas."""
+    record = {"type": "object", "propertyNames": {"type": "string", "enum": ["a", "b"]}, "required": ["a"]}
+    record["additionalProperties"] = {"type": "number"}
+    assert takes(record, '{"a":1, "b":2.5}')
+    assert not takes(record, '{"a":1, "c":2}') and not takes(record, '{"a":"x"}') and not takes(record, '{"b":1}')
+    for names in (Literal["a", "b"], Enum("Names", {"A": "a", "B": "b"}), Annotated[str, pydantic.Field(pattern="^x")]):
+        assert check(pydantic.TypeAdapter(dict[names, int]).json_schema(), range(20))  # type: ignore[valid-type]
+    schema = {"type": "object", "additionalProperties": {"not": {}}, "properties": {"a": {}}}  # zod's z.never()
+    assert takes(schema, '{"a":1}') and not takes(schema, '{"b":1}')
+
+
+# Within a class these stand for themselves in JSON Schema's expressions (ECMA-262), but not in the library's.
+@pytest.mark.parametrize(
+    ("pattern", "text", "other"),
+    [
+        ("^[[]$", "[", "a"),
+        ("^[a~~b]+$", "~a", "c"),
+        (r"^[\w&&a]$", "b", "-"),
+        (r"^[^[\]]+$", "a", "["),
+        ("^[a[b]$", "[", "c"),
+        (r"^\[a&&b\]$", "[a&&b]", "a"),
+    ],
+)
+def test_classes_are_those_of_json_schema(pattern: str, text: str, other: str) -> None:
+    assert takes({"pattern": pattern}, json.dumps(text)) and not takes({"pattern": pattern}, json.dumps(other))
+    schema = {"type": "object", "patternProperties": {pattern: {}}, "additionalProperties": False}
+    assert takes(schema, json.dumps({text: 1})) and not takes(schema, json.dumps({other: 1}))
+
+
+@pytest.mark.parametrize("source", ["\\", "a\\", "\\\\\\"])
+def test_an_expression_that_ends_within_an_escape_is_refused(source: str) -> None:
+    with pytest.raises(ValueError, match=r"a single \\ ends it"):
+        compile_form(BYTES, "regex", source)
+    compile_form(BYTES, "regex", f"{source}\\")
 
 
 KEYWORDS = [

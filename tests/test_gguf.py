@@ -194,6 +194,7 @@ def _tiny(head_dim: int = 32) -> LlamaConfig:
             {"blk.0.odd.weight": np.ones(2, dtype=np.float32)},
             r"unexpected tensors .*: blk.0.odd.weight",
         ),
+        ({"llama.feed_forward_length": 2**31}, r"intermediate_size: .* got 2147483648"),
         ({"blk.0.odd.weight": np.ones(2, dtype=np.float64)}, r"blk.0.odd.weight is stored as F64, .* choices: \['F32'"),
     ],
 )
@@ -630,6 +631,18 @@ def test_ids_that_no_token_has_give_way_to_defaults_and_are_warned_of(keys: dict
         assert "add_bos_token is true, but there is no such token" in str(warning.message)
 
 
+@pytest.mark.parametrize("types", [None, [1] * 6, [2, 4, 4, 1, 1, 1]])
+def test_default_ids_need_no_types(types: list[int] | None, tmp_path: Path) -> None:
+    """llama.cpp takes ids 1 and 2 of SentencePiece vocabularies as begin and end, whatever their types are."""
+    fields = {"model": "llama", "tokens": ["<unk>", "<s>", "</s>", "▁", "a", "aa"], "scores": [0.0] * 6}
+    write_tokenizer(tmp_path / "vocabulary.gguf", **fields, **({} if types is None else {"token_type": types}))
+    with pytest.warns(UserWarning, match=r"'</s>' \((NORMAL|USER_DEFINED)\)"):
+        tokenizer = Tokenizer(tmp_path / "vocabulary.gguf")
+    assert tokenizer.special_names == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    assert tokenizer.encode("a") == [1, 3, 4]
+    assert read_eos_ids(tmp_path / "vocabulary.gguf", 6) == {2}
+
+
 def test_a_file_is_run_by_its_path(tmp_path: Path) -> None:
     """As target and as draft, capped, on token ids: what its directory gives."""
     source = load_model(resolve_checkpoint("fly-tiny"), "float32", "cpu")
@@ -675,6 +688,19 @@ def test_recommended_sampling_and_templates_are_read(tmp_path: Path) -> None:
     assert tokenizer.template == template and set(tokenizer.templates) == {"default", "tool_use"}
     spoken = tokenizer.apply_chat_template([{"role": "user", "content": "the <end> cat"}], False)
     assert list(spoken).count(0) == 1 and spoken[-1] == 0  # the end of the template's, not the text's
+
+
+@pytest.mark.parametrize("names", [1, "tool_use", [1], [True]])
+def test_names_of_templates_are_texts(names: Any, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    fields = {f"tokenizer.ggml.{key}": value for key, value in byte_level("gpt-2")[1].items()}
+    for key, value in {**fields, "tokenizer.chat_templates": names}.items():
+        add_field(writer, key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"tokenizer.chat_templates .* must list names of templates"):
+        assert Tokenizer(tmp_path / "model.gguf").templates
 
 
 def test_struct_is_little_endian(tmp_path: Path) -> None:

@@ -83,6 +83,10 @@ class RopeScaling(BaseModel):
         return {name: value for name, value in values.items() if value is not None}
 
 
+# Far above any model's sizes. Beyond these, the number of a matrix's bytes would have more than 64 bits.
+_MOST_WIDTH, _MOST_HEADS = 2**24, 2**16
+
+
 class LlamaConfig(BaseModel):
     """Sizes and options of a decoder. Field names are those of Hugging Face's ``config.json``.
 
@@ -95,14 +99,14 @@ class LlamaConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     family: str = "llama"
-    vocab_size: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    num_hidden_layers: int = Field(gt=0)
-    num_attention_heads: int = Field(gt=0)
-    num_key_value_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
-    max_position_embeddings: int = Field(default=2048, gt=0)
+    vocab_size: int = Field(gt=0, le=_MOST_WIDTH)
+    hidden_size: int = Field(gt=0, le=_MOST_WIDTH)
+    intermediate_size: int = Field(gt=0, le=_MOST_WIDTH)
+    num_hidden_layers: int = Field(gt=0, le=_MOST_HEADS)
+    num_attention_heads: int = Field(gt=0, le=_MOST_HEADS)
+    num_key_value_heads: int = Field(gt=0, le=_MOST_HEADS)
+    head_dim: int = Field(gt=0, le=_MOST_HEADS)
+    max_position_embeddings: int = Field(default=2048, gt=0, le=2**31)
     rms_norm_eps: float = Field(default=1e-6, gt=0)
     rope_theta: float = Field(default=10000.0, gt=0)
     rope_scaling: RopeScaling = RopeScaling()

@@ -480,7 +480,10 @@ class GGUF(Checkpoint):
     def _templates(self) -> dict[str, str]:
         """Return the chat templates by name."""
         templates = {"default": self.fields.get("tokenizer.chat_template")}
-        for other in self.fields.get("tokenizer.chat_templates") or ():
+        names = self.fields.get(key := "tokenizer.chat_templates", [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise CheckpointError(f"{self.path}: {key} is {shorten(names)}; it must list names of templates")
+        for other in names:
             templates[other] = self.fields.get(f"tokenizer.chat_template.{other}")
         return {name: text for name, text in templates.items() if text is not None}
 

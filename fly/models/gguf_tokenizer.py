@@ -34,8 +34,9 @@ _NAMES = {
     "mask": "mask_token",
     "cls": "cls_token",
 }
-# The ids that llama.cpp gives these tokens in SentencePiece vocabularies, if the file states none.
-_DEFAULTS = {"unknown": 0, "bos": 1, "eos": 2}
+# The ids that llama.cpp gives these tokens in SentencePiece vocabularies, if the file states none. Here they count only
+# for tokens of these texts, or of a fitting type: in Gemma's vocabulary other tokens have these ids.
+_DEFAULTS = {"unknown": (0, "<unk>"), "bos": (1, "<s>"), "eos": (2, "</s>")}
 # llama.cpp also finds tokens by their texts (src/llama-vocab.cpp, llama_vocab::impl::load). These end an answer,
 _ENDS = {
     *("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "</s>"),
@@ -231,7 +232,11 @@ def special_ids(fields: Mapping[str, Any]) -> dict[str, int]:
     types = _types(fields)
     ids: dict[str, int] = {}
     if fields.get("tokenizer.ggml.model") == "llama":
-        ids = {key: n for key, n in _DEFAULTS.items() if types[n : n + 1] in ([_CONTROL], [_UNKNOWN])}
+        ids = {
+            key: n
+            for key, (n, text) in _DEFAULTS.items()
+            if types[n : n + 1] in ([_CONTROL], [_UNKNOWN]) or tokens[n : n + 1] == [text]
+        }
     for key in _ID_KEYS:
         for name in (_OLDER.get(key, key), key):
             if _is_id(number := fields.get(f"tokenizer.ggml.{name}_token_id"), tokens):

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urldefrag, urljoin
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -55,6 +55,11 @@ def compile_form(vocabulary: LLTokenizer, kind: str, source: str) -> LLMatcher:
     """
     try:
         if kind == "regex":
+            # The library would take the end that it puts after an expression as the escaped character.
+            if re.search(
+                r"(?<!\\)(?:\\\\)*\\\Z", source
+            ):
+                raise ValueError("a single \\ ends it, which escapes nothing")
             grammar = LLMatcher.grammar_from_regex(source)
         elif kind == "grammar":
             grammar = LLMatcher.grammar_from_lark(_prepare_grammar(source))
@@ -151,6 +156,8 @@ class _Schemas:
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
+        self._base = urldefrag(name)[0] if isinstance(name := root.get("$id"), str) else ""
+        self._named = dict(_list_named(self._base, root))
         self._paths: dict[int, str] = {}  # where each schema stands, by ``id``
         self._used = self._collect("#", root)
         self._all = list(self._used)
@@ -164,7 +171,11 @@ class _Schemas:
     def prepare(self) -> None:
         """Change what the library takes otherwise than JSON Schema. Raises ``ValueError`` for what cannot be held."""
         for schema in self._all:
+            _drop_neutral(schema)
+            self._name_properties(schema)
+        for schema in self._all:
             try:
+                _prepare_patterns(schema)
                 if "format" in schema and schema["format"] not in _FORMATS:
                     del schema["format"]  # to JSON Schema an unknown format is a comment
                 _move_bounds(schema)
@@ -203,15 +214,40 @@ class _Schemas:
     def _resolve(self, schema: dict[str, Any]) -> Any:
         """Return what a schema refers to, if it is within the same document."""
         reference = schema.get("$ref")
-        if not isinstance(reference, str) or not re.match("#(/|$)", reference):
+        if not isinstance(reference, str):
+            return None
+        address = urljoin(self._base, reference)
+        if address in self._named:
+            return self._named[address]
+        pointer = address.removeprefix(self._base)
+        if not re.match("(#|$)(/|$)", pointer):
             return None
         place: Any = self._root
-        for step in unquote(reference).split("/")[1:]:
+        for step in unquote(pointer).split("/")[1:]:
             if isinstance(place, list) and step.isdecimal():
                 place = dict(enumerate(place)).get(int(step))
             else:
                 place = place.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(place, dict) else None
         return place
+
+    def _name_properties(self, schema: dict[str, Any]) -> None:
+        """Replace ``propertyNames`` that lists names, or has a pattern, as records of zod and dictionaries of pydantic
+        have it: the values then stand under these names."""
+        names = _get_mapping(schema, "propertyNames")
+        names = {**names, **_get_mapping({"": self._resolve(names)}, "")}
+        if schema.keys() & {"properties", "patternProperties"} or names.get("type", "string") != "string":
+            return
+        values = schema.get("additionalProperties", True)
+        limits = names.keys() - {"$ref", "type", "title", "description"}
+        if limits == {"pattern"}:
+            schema["patternProperties"] = {names["pattern"]: values}
+        elif limits in ({"enum"}, {"const"}):
+            listed = [names["const"]] if "const" in names else _get_list(names, "enum")
+            schema["properties"] = {name: values for name in listed if isinstance(name, str)}
+        else:
+            return
+        schema["additionalProperties"] = False
+        del schema["propertyNames"]
 
     def _check_names(self, schema: dict[str, Any]) -> None:
         """Raise ``ValueError`` if patterns match no other name than those that are listed, and further names may be
@@ -264,6 +300,19 @@ class _Schemas:
         return [choices for choices in needs if choices and all(isinstance(each, dict) for each in choices)]
 
 
+def _list_named(base: str, root: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the address of each schema that has a name, ``$id`` or ``$anchor``, and the schema."""
+    waiting = [root]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            if value is not root and isinstance(value.get("$id"), str):
+                yield urljoin(base, value["$id"]), value
+            if isinstance(value.get("$anchor"), str):
+                yield f"{base}#{value['$anchor']}", value
+        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
 def _get_list(schema: dict[str, Any], key: str) -> list[Any]:
     return value if isinstance(value := schema.get(key), list) else []
 
@@ -276,6 +325,71 @@ def _list_names(schemas: Iterable[dict[str, Any]]) -> set[str]:
     """List the names that schemas give under ``properties`` or ``required``."""
     names = (name for each in schemas for name in (*_get_mapping(each, "properties"), *_get_list(each, "required")))
     return {name for name in names if isinstance(name, str)}
+
+
+def _drop_neutral(schema: dict[str, Any]) -> None:
+    """Remove keywords that the library does not know, where their values say nothing."""
+    everything: tuple[Any, ...] = (True, {})
+    neutral: dict[str, tuple[Any, ...]] = {
+        "not": (False,),
+        "uniqueItems": (False,),
+        "unevaluatedItems": everything,
+        "unevaluatedProperties": everything,
+        "propertyNames": (*everything, {"type": "string"}),
+        **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), ({},)),
+    }
+    if "contains" not in schema:
+        neutral |= {key: (schema.get(key),) for key in ("minContains", "maxContains")}
+    if "if" not in schema or not schema.keys() & {"then", "else"}:
+        neutral |= {key: (schema.get(key),) for key in ("if", "then", "else")}
+    for key, values in neutral.items():
+        if key in schema and schema[key] in values:
+            del schema[key]
+    if schema.get("not") in everything:  # nothing is valid, as zod writes it
+        schema.clear()
+        schema["enum"] = []
+
+
+# What a regular expression has: an escaped character, a class of characters, a bracket.
+_PATTERN_PARTS = re.compile(r"\\.?|[()]|\[(?P<begin>\^?\]?)(?P<members>(?:\\.|[^\]\\])*)\]", re.DOTALL)
+
+
+def _prepare_patterns(schema: dict[str, Any]) -> None:
+    """Write the classes in patterns as the library reads them. Raises ``ValueError`` for a pattern that it refuses."""
+    if _may_be(schema, "string") and isinstance(pattern := schema.get("pattern"), str):
+        schema["pattern"] = _prepare_pattern(pattern, "pattern")
+    if _may_be(schema, "object") and (values := _get_mapping(schema, "patternProperties")):
+        prepared = {_prepare_pattern(pattern, "patternProperties"): value for pattern, value in values.items()}
+        if len(prepared) == len(values):
+            schema["patternProperties"] = prepared
+
+
+def _escape_member(member: re.Match[str]) -> str:
+    return member[0] if member[0].startswith("\\") else f"\\{member[0]}"
+
+
+def _prepare_pattern(pattern: str, key: str) -> str:
+    """Escape what has a meaning within the library's classes, but stands for itself in those of JSON Schema."""
+    depth = 0
+
+    def escape(part: re.Match[str]) -> str:
+        nonlocal depth
+        depth += {"(": 1, ")": -1}.get(part[0], 0)
+        if depth < 0 or part[0] == "\\":  # the library puts brackets around a pattern, so it finds neither
+            raise ValueError(f"{key} {pattern!r} is no regular expression: it has a {part[0]} too many")
+        if part["members"] is None:
+            return part[0]
+        if "--" in re.sub(r"\\.", "", part["members"], flags=re.DOTALL):
+            raise ValueError(f"{key} {pattern!r}: write \\- for a - next to another one in {part[0]}")
+        members = re.sub(r"\\.|[\[&~]", _escape_member, part["members"])
+        return f"[{part['begin']}{members}]"
+
+    prepared = _PATTERN_PARTS.sub(escape, pattern)
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": prepared}))
+    matcher = LLMatcher(_byte_vocabulary(), grammar, log_level=0, limits=_LIMITS)
+    if matcher.is_error() and not _is_too_large(matcher):
+        raise ValueError(f"{key} {pattern!r}: {_join_lines(matcher.get_error()).removesuffix(' <non-verbose/>')}")
+    return prepared
 
 
 def _move_bounds(schema: dict[str, Any]) -> None:

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 from functools import cache
 
+from fly.models.thinking import TAGS
+
 __all__ = ["extract_answer", "extract_code", "read_choice", "read_number"]
 
 
@@ -40,7 +42,7 @@ _WRAPPERS = (
 _COMMANDS = {
     **dict.fromkeys(_WRAPPERS.split(), ""),
     **dict.fromkeys([",", ";", ":", " ", "space", "thinspace", "medspace", "thickspace", "nobreakspace"], _THIN),
-    **dict.fromkeys(["(", ")", "[", "]", "{", "}", "\\", "quad", "qquad", "boxed", "fbox"], " "),
+    **dict.fromkeys(["(", ")", "[", "]", "{", "}", "\\", "quad", "qquad", "boxed", "fbox", "framebox"], " "),
     **dict.fromkeys(["frac", "dfrac", "tfrac", "cfrac"], r"\frac"),
     **dict.fromkeys(["textdollar", "dollar"], "$"),
     "cdot": "·",
@@ -50,8 +52,17 @@ _COMMANDS = {
 _COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.DOTALL)
 _GROUP = r"\s*+(?:\{((?:[^{}]|\{[^{}]*\})*+)\}|(\d))"
 _FRAC = re.compile(rf"(?P<after>\d?)\\frac{_GROUP}{_GROUP}")
-_BOX = re.compile(r"\\?(?:boxed|fbox)\s*\{")
+_BOX = re.compile(r"\\?(?:boxed|fbox|framebox)\s*\{")
+# A word for the sign of a number; between two numbers "minus" stands for a difference.
+_NEGATIVE = re.compile(r"(?i)(?:\bnegative|(?:\A|(?<=[=:(])|(?<=\bis)|(?<=\bbe)|(?<=equals))\s*+\bminus)\s++(?=\.?\d)")
 _BRACES = re.compile(r"\\.|\{+|\}+|\n\s*\n", re.DOTALL)
+
+
+def _answer(text: str) -> str:
+    """Return a text without the thinking that precedes the answer, where nothing has told the two apart."""
+    for tags in TAGS:
+        text = text.rpartition(tags.close)[2]
+    return text
 
 
 def _plain(text: str) -> str:
@@ -61,12 +72,15 @@ def _plain(text: str) -> str:
     text = re.sub(r"[⁺⁻]?[⁰¹²³⁴-⁹]+", _raised, text).translate(_CHARACTERS)
     text = _COMMAND.sub(_written_out, text)
     text = re.sub(r"_\{[^{}]*\}", "", text)  # an index is no number of its own
+    text = re.sub(r"(?<=\d)\{,\}(?=\d{1,2}(?![\d{])|\d{4})", ".", text)  # a comma before decimals
     text = re.sub(r"\{([^\w{}]*)\}", r"\1", text)
     text = _FRAC.sub(_slashed, text)
     text = re.sub(r"(?<=\d)\*\*(?=-?\d)", "^", text.replace("}{", " "))
+    text = re.sub(r"(?<=[A-Za-z])\}(?=\w)", " ", text)  # the color of what follows
     text = re.sub(r"[{}]|`+|(?<!\d)\*\*|\*\*(?!\d)|__+", "", text)
     text = re.sub(r"-[$€£¥₹]+ *", "-", text)
     text = re.sub(r"[$€£¥₹]", " ", text)
+    text = _NEGATIVE.sub(" -", text)
     return re.sub(r"=\s*-\s+(?=\d)", "= -", text)
 
 
@@ -111,34 +125,43 @@ def _boxes(text: str) -> list[str]:
 
 
 def _after(mark: re.Pattern[str], plain: str) -> list[str]:
-    """Return for each mark what follows it: the rest of its line, or the next line that is not empty."""
-    return [piece.lstrip(" \t\r\n*:=").partition("\n")[0] for piece in mark.split(plain)[1:]]
+    """Return for each mark what follows it: the rest of its line, or the next line that is not empty. If that ends with
+    a colon, the line after it follows too."""
+    pieces = (piece.lstrip(" \t\r\n*:=") for piece in mark.split(plain)[1:])
+    return [match[0] for piece in pieces if (match := re.match(r"[^\n]*(?:(?<=:)\s+[^\n]+)?", piece))]
 
 
 # What stands between the word "answer" and the answer.
 _IS = (
-    r"(?:(?:\s+(?:to|for|of|in)\b[^\n.:;=?!\d]{0,80}?)?(?:,[^\n.:;=?!,\d]{1,20},)?"
-    r"\s+(?:is|are|was|(?:would|should|will|must|has to|can only) be|to be)(?![A-Za-z])|'s(?=\s)"
-    r"|[^\w\n]{0,9}[:=]|[^\w\n]{0,9}\n)"
+    r"(?:(?:\s+(?:to|for|of|in|among|from)\b[^\n.:;=?!\d]{0,80}?(?<!\s)|\s?\([^()\n]{2,80}\))?(?:,[^\n.:;=?!,\d]{1,20},)?"
+    r"\s+(?:is|are|was|(?:would|should|will|must|has to|can only) be|to be|equals|comes to)(?![A-Za-z])"
+    r"|(?:\s?\([^()\n]{2,80}\)|\s+in\s+\w+)?[^\w\n]{0,9}[:=]|'s(?=\s)|[^\w\n]{0,9}[>→⇒—\n]|\s+-(?=\s))"
 )
 
 
 # --- numbers ---------------------------------------------------------------------------------------------
 
-_WHOLE = rf"(?:\d{{1,3}}(?:(?:,\d{{3}})+|(?:{_THIN}\d{{3}})+)(?!\d)|\d{{1,2}}(?:,\d\d){{1,6}},\d{{3}}(?!\d)|\d+)"
+_WHOLE = (
+    rf"(?:\d{{1,3}}(?:(?:,\d{{3}})+|(?:{_THIN}\d{{3}})+|(?:'\d{{3}})+|(?:_\d{{3}})+)(?!\d)"
+    r"|\d{1,2}(?:,\d\d){1,6},\d{3}(?!\d)|\d+)"
+)
+# Points that separate thousands: several of them, or one before a comma and decimals.
+_CONTINENTAL = r"\d{1,3}(?:(?:\.\d{3})+,\d{1,2}(?![\d,])|(?:\.\d{3}){2,}(?![.,]?\d))"
 _NUMBER = re.compile(
     r"(?=[-.\d])(?<![A-Za-z\d^])(?<![A-Za-z\d]_)(?<!\d\.)(?<!\^-)(?P<dated>(?<=/)|(?<=/ ))?(?P<sign>(?<![\w.)\]%])-)?"
-    rf"(?P<digits>{_WHOLE}(?:\.\d+)?|(?<!\.)\.\d+)(?:[eE](?P<exponent>[-+]?\d{{1,4}})(?![A-Za-z\d]))?"
+    rf"(?P<digits>{_CONTINENTAL}|{_WHOLE}(?:\.\d+)?|(?<!\.)\.\d+)(?:[eE](?P<exponent>[-+]?\d{{1,4}})(?![A-Za-z\d]))?"
     r"(?:\s?\^\s?\(?(?P<power>-?\d{1,4})(?!\d))?"
     r"(?:\s?[×x*·]\s?10\s?\^\s?\(?(?P<tens>-?\d{1,4})(?!\d))?"
     rf"(?(dated)|(?:\s?/\s?(?P<below>-?{_WHOLE}(?:\.\d+)?)(?!\d|\.\d|\s?/\s?\d))?)"
 )
 # From one number of an equation to the next: "3 bags * 400 nuts = 1200".
-_STEP = re.compile(r"[\s)\]%]*+(?:(?!x[\s\d])[A-Za-z]++\s*+)?(?P<sign>[-+*/×÷·^]|x(?=[\s\d])|=)[\s(]*+")
+_STEP = re.compile(
+    r"[\s)\]%]*+(?:(?!x[\s\d]|of\b)[A-Za-z]++\s*+)?(?P<sign>[-+*/×÷·^]|x(?=[\s\d])|=|(?<=%\s)of\b)[\s(]*+"
+)
 _HASHES = re.compile(r"#{4,}[^\S\n]*\n?")
 # "#### 42" or "#### Total: 42", and neither "#### 1. Add" nor "#### Step 1", which are headings.
 _STATED = re.compile(rf"(?:[^\d\n:=-]{{0,40}}[:=])?[\s*(\[~≈]*(?>{_NUMBER.pattern})(?![.)]\s+[A-Za-z])")
-_ANSWER = re.compile(rf"(?i)(?<!to )\banswers?{_IS}")
+_ANSWER = re.compile(rf"(?i)(?<!to )(?<!/)\b(?:(?:answers?|ans\.?){_IS}|(?:final answer|ans\.)(?=\s+\W{{0,3}}\d))")
 _NOT_NUMBER = re.compile(rf"(?i)\bnot\s+(?>{_NUMBER.pattern})")
 _CONTEXT = Context(prec=28, Emin=MIN_EMIN, Emax=MAX_EMAX, traps=[])
 
@@ -147,10 +170,12 @@ def read_number(text: str) -> Decimal | None:
     r"""Return the number that an answer gives, or None if it has none.
 
     It is the number after the last ``####``, else the one in the last ``\boxed{}``, else the one after the last "answer
-    is" or "answer:", else the last number. Of several numbers after a mark the first one counts, but "3 * 4 = 12" is
-    12. Numbers are written in English notation: a point before decimals, and thousands separated by commas (also
-    12,34,567) or narrow spaces. A fraction is its value; "50%" is 50, and units do not matter.
+    is", "answer:" or ``<answer>``, else the last number. Of several numbers after a mark the first one counts, but
+    "3 * 4 = 12" is 12. Numbers are written in English notation: a point before decimals, and thousands separated by
+    commas (also 12,34,567), apostrophes, underscores or narrow spaces. ``1.234,56`` and ``1.234.567``, which are no
+    English numbers, are read as they are meant. A fraction is its value; "50%" is 50, and units do not matter.
     """
+    text = _answer(text)
     plain = _plain(text)
     hash_lines = [piece.partition("\n")[0] for piece in _HASHES.split(plain)[1:]]
     statements = [piece for piece in hash_lines if _STATED.match(piece)]
@@ -220,7 +245,9 @@ def _value(number: re.Match[str]) -> Decimal | None:
 
 
 def _decimal(digits: str) -> Decimal:
-    return Decimal(digits.replace(",", "").replace(_THIN, ""))
+    if re.fullmatch(_CONTINENTAL, digits):
+        digits = digits.replace(".", "").replace(",", ".")
+    return Decimal(re.sub(rf"[,'_{_THIN}]", "", digits))
 
 
 # --- choices ---------------------------------------------------------------------------------------------
@@ -229,14 +256,19 @@ _WORDS = r"(?:(?:options?|choices?|letters?|answers?|the|be|it|is)\s+){0,3}"
 _OPEN, _CLOSE = r"[(\[\"'*]{0,3}", r"[)\]\"'*]{0,3}"
 _ONE = rf"{_OPEN}\b\w\b{_CLOSE}"
 _WRONG = r"(?:be\s+)?(?:not(?!\s+(?:wrong|incorrect|false))|wrong|incorrect|false)\b"
-_EXCLUDED = re.compile(  # "not A", "neither A nor B", "A is wrong", "A and B are wrong"
+_MORE = rf"(?:\s*,\s*{_ONE}){{0,9}}\s*+,?\s*+"  # further letters of a list, before its last one
+# "not A", "neither A nor B", "rule out A, B and D", "A is wrong", "A and B are wrong", "A or B?"
+_EXCLUDED = re.compile(
     rf"(?i)(?:\b(?:not|cannot|neither|nor|than|instead of)|n't)\s+{_WORDS}{_ONE}"
-    rf"(?:(?:\s*,\s*{_ONE}){{0,9}}\s*+,?\s*+(?:or|nor)\s+{_ONE})?(?!\w|['-]\w)"
-    rf"|(?:{_ONE}\s*,\s*){{0,9}}{_ONE}\s*+,?\s*+(?:and|or)\s+{_ONE}\s+(?:are|were|can|must)\s+{_WRONG}"
+    rf"(?:{_MORE}(?:or|nor)\s+{_ONE})?(?!\w|['-]\w)"
+    rf"|\b(?:eliminat|exclud|reject|discard|rul(?=e out|ed out|ing out))(?:e|ed|ing)?(?:\s+out)?\s+{_WORDS}{_ONE}"
+    rf"(?:{_MORE}(?:and|or)\s+{_ONE})?(?!\w|['-]\w)"
+    rf"|(?:{_ONE}\s*,\s*){{0,9}}{_ONE}\s*+,?\s*+(?:and|or)\s+{_ONE}(?:\s+(?:are|were|can|must)\s+{_WRONG}|\s*\?)"
     rf"|{_ONE}(?:\s+\([^()\n]{{0,80}}\))?\s+(?:(?:is|was|can|must)\s+{_WRONG}|isn't|cannot)"
 )
 _CHOOSES = re.compile(
-    rf"(?i)(?<!to )\b(?:(?:answers?|ans|(?:correct|right|best|final|my) (?:choice|option|letter|one|pick|selection))"
+    r"(?i)(?<!to )(?<!/)\b"
+    r"(?:(?:answers?|ans|(?:correct|right|best|final|my) (?:choice|option|letter|one|pick|selection))"
     rf"(?:\s+(?:choice|option|letter))?(?:{_IS}|\.?(?=\s+[(\[]?\w\b(?!\s+\w)))|(?:correct|choice|option|selection)\s*:)"
     rf"|(?<!\#)\#{{4,}}+(?=\s*+{_ONE}\.?[ \t]*+(?:\n|\Z))"
 )
@@ -260,10 +292,12 @@ def _letter_patterns(choices: str) -> tuple[re.Pattern[str], re.Pattern[str], re
         rf"{before}(?:(?<=[(\[])(?={either}[)\]])|\A(?={either}(?:[).:]|\s*\Z))|(?={exact}))(?P<letter>{either}){after}"
     )
     verbs = r"choose|chose|pick|select|go with|going with|opt for|say|guess|it's|it is|must be|should be"
-    right = r"(?:the\s+)?(?:\w+ly\s+)?(?:only\s+)?(?:correct|right|best|true|answer|choice|option)\b"
+    right = r"(?:the\s+)?(?:\w+ly\s+)?(?:only\s+)?(?:correct|right|better|best|true|answer|choice|option)\b"
     conclusion = (
         rf"\b(?i:{verbs})\s+(?i:{_WORDS}){_OPEN}(?={letter_text})"
         rf"|(?={letter_text}{_CLOSE}(?:\s+\([^()\n]{{0,80}}\))?\s+(?i:is|must be|would be|seems)\s+(?i:{right}))"
+        rf"|(?={letter_text}{_CLOSE}\s*[-:.]?\s+(?i:remains|correct|right|true|yes|✓|✔|✅)\s*(?:[.,;!\n]|\Z))"
+        rf"|\b(?i:so|thus|hence|therefore)\b,?\s+(?i:{_WORDS}){_OPEN}(?={letter_text}{_CLOSE}[ \t]*(?:[.!\n]|\Z))"
     ).replace("(?P<letter>", "(")
     choice_list = rf"(?:^[ \t]*[(\[]?{exact}[)\].:][^\n]*(?:\n\s*|\Z)){{2,}}"
     return re.compile(letter_text), re.compile(standing), re.compile(conclusion), re.compile(choice_list, re.MULTILINE)
@@ -279,6 +313,7 @@ def read_choice(text: str, choices: str) -> str:
     """
     in_place, standing, conclusion, choice_list = _letter_patterns(choices)
     letter_of = {**{letter.swapcase(): letter for letter in choices}, **{letter: letter for letter in choices}}
+    text = _answer(text)
     plain = _EXCLUDED.sub(" ", _plain(text)).strip()
     boxes = [_EXCLUDED.sub(" ", box) for box in _boxes(text)]
     for pieces in (boxes, _after(_CHOOSES, plain)):
@@ -288,9 +323,21 @@ def read_choice(text: str, choices: str) -> str:
             if letter and (end is None or letter.start() < end.start()):
                 return letter_of[letter["letter"]]
     if conclusions := deque(conclusion.finditer(plain), maxlen=1):
-        return letter_of[conclusions[0][1] or conclusions[0][2]]
-    letter = standing.search(choice_list.sub("", plain)) or standing.search(plain)
+        return letter_of[next(filter(None, conclusions[0].groups()))]
+    unlisted = choice_list.sub(lambda lines: _drop_list(lines[0], choices), plain)
+    letter = standing.search(unlisted) or standing.search(plain)
     return letter_of[letter["letter"]] if letter else ""
+
+
+def _drop_list(lines: str, choices: str) -> str:
+    """Return what follows a list of choices: the lines from the first whose letter is not after the one before."""
+    last = -1
+    for start in re.finditer(r"^[ \t]*[(\[]?(?P<letter>\S)[^\n]*", lines, re.MULTILINE):
+        place = choices.index(start["letter"])
+        if place <= last:
+            return lines[start.start() :]
+        last = place
+    return ""
 
 
 # --- programs --------------------------------------------------------------------------------------------
@@ -299,6 +346,10 @@ def read_choice(text: str, choices: str) -> str:
 _OPENING = re.compile(
     r"^(?P<lead>(?:[ \t]|>|(?:[-*+]|\d{1,9}[.)])(?=[ \t]))*)(?P<fence>`{3,}(?=[^`\n]*$)|~{3,})(?P<info>[^\n]*)$",
     re.MULTILINE,
+)
+# A block in Python may also begin at the end of a line of prose.
+_BEGIN = re.compile(
+    rf"{_OPENING.pattern}|^[^`\n]*(?P<python>```)(?=(?i:[ \t]*py(?:thon)?[\d.]*[ \t]*$))[^\n]*$", re.MULTILINE
 )
 _PYTHON = re.compile(r"(?i)[\s{]*(?:[^\s{}]*[.=:])?i?py(?:thon)?[\d.]*(?![\w-])")
 _MARKDOWN = re.compile(r"(?i)\s*(?:markdown|md)\b")
@@ -318,6 +369,12 @@ _STATEMENT = (
     r"|(?:else|try|finally) *:|(?:if|elif|for|while|with)\b[^\n]*:[ \t]*$)"
 )
 _STATEMENTS = re.compile(rf"^[ \t]*{_STATEMENT}", re.MULTILINE)
+_LINE_OF_CODE = re.compile(r"^[ \t]*[^\s#]", re.MULTILINE)
+# An answer without fences: a program between tags, or after a line of prose.
+_TAG = re.compile(r"(?im)^(?:[<\[](?:begin|pre|code|python|solution|answer)\b[^<>\[\]\n]{0,80}[>\]])+[ \t]*\n")
+_END_TAG = re.compile(r"(?im)^[<\[](?:done\b|/(?:pre|code|python|solution|answer)\b)")
+_PROSE = re.compile(r"\s*[A-Z](?=\S+ )[^\n=(]*(?<=[.:!])[ \t]*\n")
+_FIRST_STATEMENT = re.compile(rf"^{_STATEMENT}", re.MULTILINE)
 # The begin of a text that continues a program: its language, or a line of code after any comments.
 _CONTINUES = re.compile(
     r"(?P<language>(?i:i?py(?:thon)?[\d.]*)[ \t]*\n)"
@@ -343,18 +400,33 @@ def extract_code(completion: str) -> str:
 
     A block without a language is in Python if it has statements of Python, or if no block is named as Python. Sessions
     (``>>>``) are no programs. The answer may begin within a block that its prompt has opened, and may end within one.
-    Without any block, the program is the whole text. Line ends become ``\n``.
+    Without any block, the program is what stands between tags (``<code>``), or after a line of prose, or else the whole
+    text. Line ends become ``\n``.
     """
-    text = completion.replace("\r\n", "\n")
+    text = _answer(completion).removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     unnamed_blocks = []
+    other_blocks = []
     for info, code in _blocks(text):
-        if not code.strip() or code.lstrip().startswith(">>>"):
+        if not _LINE_OF_CODE.search(code) or code.lstrip().startswith(">>>"):
             continue
-        if _PYTHON.match(info) or (not info.strip() and _STATEMENTS.search(code)):
+        has_statements = _STATEMENTS.search(code) is not None
+        if _PYTHON.match(info) or (has_statements and not info.strip()):
             return code
         if not info.strip():
             unnamed_blocks.append(code)
-    return unnamed_blocks[0] if unnamed_blocks else text
+        elif has_statements:
+            other_blocks.append(code)
+    return [*unnamed_blocks, *other_blocks, _without_prose(text)][0]
+
+
+def _without_prose(text: str) -> str:
+    """Return the program of an answer without blocks: what stands between tags, or what follows a line of prose."""
+    if tag := _TAG.search(text):
+        end = _END_TAG.search(text, tag.end())
+        return text[tag.end() : end.start() if end else len(text)]
+    if _PROSE.match(text) and (statement := _FIRST_STATEMENT.search(text)):
+        return text[statement.start() :]
+    return text
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
@@ -367,11 +439,12 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
         if following > end or end == len(text):  # not the opening line of another block
             yield "python", text[begin:end]
             position = following
-    while opening := _OPENING.search(text, position):
+    while opening := _BEGIN.search(text, position):
         begin = position = min(opening.end() + 1, len(text))
-        if not _MARKDOWN.match(opening["info"]):  # the blocks within Markdown are blocks of the answer
-            end, position = _end_of_block(text, begin, opening["fence"], endless)
-            yield opening["info"], _moved_back(text[begin:end], opening["lead"])
+        info = "python" if opening["python"] else opening["info"]
+        if not _MARKDOWN.match(info):  # the blocks within Markdown are blocks of the answer
+            end, position = _end_of_block(text, begin, opening["fence"] or opening["python"], endless)
+            yield info, _moved_back(text[begin:end], opening["lead"] or "")
 
 
 def _end_of_block(text: str, begin: int, fence: str, endless: set[str]) -> tuple[int, int]:
