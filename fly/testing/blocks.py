@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar, get_origin
 import torch
 from torch import Tensor
 
+from fly.contents import Keyed
 from fly.expressions import hints_of
 from fly.ops import one_hot
 from fly.policies import AcceptancePolicy, verify
@@ -105,14 +106,12 @@ def _written(method: object) -> Iterator[str]:
 
 def bind_to(policy: P, target: Target) -> P:
     """Bind a policy, or a condition, to a vocabulary of the target's size that has its markers."""
-    try:
-        markers = _markers(policy)
-    except TypeError:  # a policy that holds a list cannot be hashed
-        markers = markers_of(policy)
-    return policy.bind(toy_vocabulary(target.logits_BKV.shape[-1], markers))
+    return policy.bind(toy_vocabulary(target.logits_BKV.shape[-1], _markers(policy.keyed)))
 
 
-_markers = lru_cache(markers_of)
+@lru_cache
+def _markers(policy: Keyed[Bindable]) -> tuple[str, ...]:
+    return markers_of(policy.value)
 
 
 @dataclass(frozen=True)
