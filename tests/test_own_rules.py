@@ -5,6 +5,7 @@ Shape legend: B rows, K longest draft, N selected positions, V vocabulary.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,9 +17,27 @@ from torch import Tensor
 
 import fly
 from fly.drafts import SingleDraft
-from fly.policies import AcceptancePolicy, Block, Condition, CostBudget, Exact, exact_accept_probs, parse_policy, verify
+from fly.policies import (
+    AboveContext,
+    AcceptancePolicy,
+    AfterTokens,
+    Block,
+    Condition,
+    ControlToken,
+    CostBudget,
+    Exact,
+    ExactCore,
+    Phase,
+    exact_accept_probs,
+    parse_policy,
+    verify,
+)
 from fly.testing import check_policy
-from fly.types import IMPOSSIBLE, Draft, Noise, SamplingParams, Target, Verdict
+from fly.testing.blocks import TOLERANCE
+from fly.testing.guarantees import _late_tokens, check_guarantee
+from fly.testing.policies import check_no_hidden_randomness, check_written_and_read
+from fly.testing.report import ConformanceError
+from fly.types import IMPOSSIBLE, Draft, Guarantee, Noise, SamplingParams, Target, Verdict
 from tests.kernels import VARIANTS
 from tests.test_cuda import device
 from tests.test_same_rule import NEAR, TARGET, VOCAB, compiled, decode, make_rows, on_cuda, said, through_pytorch
@@ -234,3 +253,97 @@ def test_budgets_and_rules_without_a_hash_are_the_same_on_a_cuda_device() -> Non
     for row, most in zip(rows, (2.0, 3.0)):
         (spent,) = row.stats.spent.values()
         assert 0 < spent <= most
+
+
+# ------------------------------------------------------------------------------------------------ what they promise
+
+
+@dataclass(frozen=True)
+class Proud(ExactCore):
+    """Declares itself lossless, whatever it excuses."""
+
+    guarantee = Guarantee.LOSSLESS
+    condition: Condition
+
+    @property
+    def relaxation(self) -> Condition:  # type: ignore[override]
+        return self.condition
+
+
+@dataclass(frozen=True)
+class Ids(Condition):
+    """The token is one of these."""
+
+    ids: Any
+
+    def evaluate(self, block: Block) -> Tensor:
+        return torch.isin(block.draft.tokens_BK, torch.tensor(self.ids))
+
+
+@dataclass(frozen=True)
+class Written(Condition):
+    """The token is one that stands in the code."""
+
+    def evaluate(self, block: Block) -> Tensor:
+        return block.draft.tokens_BK == 4711
+
+
+@dataclass(frozen=True)
+class Spent(Condition):
+    """Something was spent before."""
+
+    what: str
+
+    def evaluate(self, block: Block) -> Tensor:
+        target = block.target
+        places_B = torch.tensor([len(places) for places in target.relaxed_at])
+        known = {"relaxed": target.relaxed_B, "nats": target.nats_B, "spent": target.spent("x"), "places": places_B}
+        return (known[self.what] > 0).unsqueeze(1).expand_as(block.agree_BK)
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        *(AfterTokens(5), AfterTokens(100), AboveContext(300), Phase(3, 4), Phase(3001, 3002), ControlToken()),
+        *(Ids([1000, 2000]), Ids((17,)), Written()),
+        *map(Spent, ("relaxed", "nats", "spent", "places")),
+    ],
+    ids=str,
+)
+def test_a_rule_that_breaks_its_promise_late_or_at_some_tokens_is_caught(condition: Condition) -> None:
+    """The sums over short drafts begin a text, over two or three tokens, and saw none of these. What one token of a
+    text is in place of the target's follows from its chance and its correction (Leviathan et al. 2023, appendix A.1).
+    A rule that promises nothing is told the truth too."""
+    gaps = [late.gap for late in _late_tokens(Proud(condition))]
+    assert max(gaps) > 0.1
+    assert max(late.gap for late in _late_tokens(Exact())) < TOLERANCE
+
+
+def test_the_report_says_where_a_promise_breaks() -> None:
+    with pytest.raises(ConformanceError, match="declared lossless, but after 600 tokens of a text, 8 of them relaxed"):
+        check_guarantee(Proud(AfterTokens(100)))
+    assert "of a text's first block, but after 600 tokens" in check_guarantee(Exact() | AfterTokens(100))
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (Exact() | Unhashable([1.0]), r"Unhashable is no frozen dataclass: write @dataclass\(frozen=True\)"),
+        (Exact() | Gap(1.0, [1, 2]), r"\(a list is read as a tuple\)"),
+        (Exact() | Gap(1.0, (1, (2,))), "is the same rule"),
+        (Exact() | Marked(torch.ones(3)), r"note: only Python can make this rule.*Tensor is not JSON"),
+        (Exact() | Hidden(all_or_none(True)), r"note: only Python can make this rule.*function is not JSON"),
+    ],
+)
+def test_the_kit_says_which_rules_a_file_can_hold(rule: AcceptancePolicy, said: str) -> None:
+    try:
+        report = str(check_written_and_read(rule))
+    except ConformanceError as error:
+        report = str(error)
+    assert re.search(said, report)
+
+
+def test_the_kit_takes_rules_with_modules_and_lambdas() -> None:
+    """Their copies are other objects, which is no fault; that they cannot be pickled is a note."""
+    assert check_no_hidden_randomness(Exact() | Gap(1.0, torch.nn.Linear(2, 1))) is None
+    assert "note: it cannot be pickled" in str(check_no_hidden_randomness(Exact() | Hidden(all_or_none(True))))
