@@ -294,7 +294,8 @@ def _late_token(
         drafted = "drawn" if draft.probs_BKV is not None else f"drafted as {tokens[b]}"
         kind = f"at temperature 0, where the target wants {likeliest}" if is_greedy else "above temperature 0"
         before = f"after {generated} tokens of a text, {len(relaxed_at)} of them relaxed"
-        story = f"{before}, token {place} of a block, {drafted} {kind}, is {token} with probability {float(emitted_BV[b, token]):.5f}, not {float(wanted_V[token]):.5f}"
+        chances = f"with probability {float(emitted_BV[b, token]):.5f}, not {float(wanted_V[token]):.5f}"
+        story = f"{before}, token {place} of a block, {drafted} {kind}, is {token} {chances}"
         yield _Divergence(float(apart_BV.max()), tv, None if is_greedy else (kl, tv), story, late=True)
 
 
