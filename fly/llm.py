@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
 from inspect import Parameter, Signature, signature
 from numbers import Integral
-from operator import methodcaller
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, Unpack, overload
@@ -35,6 +34,7 @@ from fly.backends.choice import load as load_model
 from fly.backends.cpu.library import check_target
 from fly.cache import block_size_for
 from fly.config import DEFAULT_K, Config, EngineOptions, check_options, declared
+from fly.contents import Keyed
 from fly.drafts.base import DraftStrategy
 from fly.drafts.limits import check_rule
 from fly.drafts.registry import parse_draft
@@ -200,8 +200,8 @@ class LLM:
         if settings["deterministic"]:
             executor = executor.deterministic()
         self.vocabulary = self._vocabulary_of(executor.config.vocab_size, executor.device)
-        # Equal policies become one object, since rows with the same policy object are decided together.
-        self._bind_once = lru_cache(256)(methodcaller("bind", self.vocabulary))
+        # Policies that hold the same become one object, whose cached values are computed once.
+        self._bind_once = lru_cache(256)(partial(_bind_to, self.vocabulary))
         control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
         target = Runner(executor, None, control, settings["prefix_reuse"], self.tokenizer)
 
@@ -606,11 +606,8 @@ class LLM:
         return [int(token) for token in prompt]
 
     def _bind(self, policy: AcceptancePolicy) -> AcceptancePolicy:
-        """Bind a policy to the vocabulary, once if it can be hashed."""
-        try:
-            return self._bind_once(policy)
-        except TypeError:
-            return policy.bind(self.vocabulary)
+        """Bind a policy to the vocabulary, once."""
+        return self._bind_once(policy.keyed)
 
     @cached_property
     def grammars(self) -> runner.Grammars:
@@ -741,6 +738,10 @@ def _ids(prompt: np.ndarray[Any, Any] | torch.Tensor) -> list[int]:
 
 def _is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def _bind_to(vocabulary: Vocabulary, policy: Keyed[AcceptancePolicy]) -> AcceptancePolicy:
+    return policy.value.bind(vocabulary)
 
 
 def as_policy(value: object) -> AcceptancePolicy:

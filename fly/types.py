@@ -20,6 +20,7 @@ from fly.ops import argmax, log_mass, one_hot, pick, sent, top
 from fly.params import SamplingParams, StructuredOutput
 
 __all__ = [
+    "IMPOSSIBLE",
     "UNDECIDED",
     "Account",
     "Decision",
@@ -459,6 +460,7 @@ class Noise:
 
 
 UNDECIDED = -1  # the next token, if it depends on a NaN
+IMPOSSIBLE = -2  # the next token, if a rule kept more tokens than were drafted, or chose one that does not exist
 
 
 @dataclass(frozen=True)
@@ -471,7 +473,7 @@ class Verdict:
     """
 
     accepted_B: Tensor  # int64, the length of the accepted prefix (in a tree: of the accepted path)
-    next_token_B: Tensor  # int64, the correction, or the bonus after a draft that was kept completely; or UNDECIDED
+    next_token_B: Tensor  # int64, the correction, or the bonus after a draft that was kept completely; or below 0
     why_BK: Tensor  # int8, a ``Why`` for each drafted token
     asked_BK: Tensor  # bool
     clauses: dict[str, Tensor] = field(default_factory=dict)
@@ -527,7 +529,7 @@ class Decision(NamedTuple):
 
     drafted: list[int]
     path: abc.Sequence[int]  # numbers of the kept drafted tokens, in order; in a chain 0, 1, 2, ...
-    next_token: int  # negative if UNDECIDED
+    next_token: int  # negative if UNDECIDED or IMPOSSIBLE
     bonus: bool  # whether no drafted token follows the path; otherwise the next token is a correction
     choices: list[int]  # the target's most likely token after the row, and after each drafted token
     mismatches: abc.Sequence[Mismatch] = ()

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache
-from types import MethodType
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from fly.contents import Keyed
 
 __all__ = ["Vocabulary"]
 
@@ -81,16 +81,15 @@ class Vocabulary:
         """Return a mask, bool [V] on ``device``: whether ``predicate`` is true for each token's text. It is False for
         control tokens and ids without text.
 
-        The mask is computed once for each predicate: a named function, or a method of a rule (equal rules share it).
-        Raises ``ValueError`` like ``bytes``.
+        The mask is computed once for each predicate (``fly.contents.content_of``): a named function, a method of a
+        rule, a lambda, which is the same one as long as what it captured holds the same. So a predicate must depend on
+        nothing but the text and that. Raises ``ValueError`` like ``bytes``.
         """
-        if isinstance(predicate, MethodType):
-            return self._masks(predicate.__func__, predicate.__self__)
-        return self._masks(predicate)
+        return self._masks(Keyed(predicate))
 
-    def _mask(self, function: Callable[..., bool], *owner: Any) -> Tensor:
+    def _mask(self, predicate: Keyed[Callable[[str], bool]]) -> Tensor:
         pairs = ((i not in self.control_ids and bool(text), text) for i, text in enumerate(self.texts))
-        return torch.tensor([is_plain and bool(function(*owner, text)) for is_plain, text in pairs], device=self.device)
+        return torch.tensor([is_plain and bool(predicate.value(text)) for is_plain, text in pairs], device=self.device)
 
     def _longest(self, text: str) -> list[int]:
         by_text = {data: i for i, data in enumerate(self.bytes) if data}

@@ -572,3 +572,32 @@ def test_neighbours_of_a_rule_that_reads_logits_keep_their_lookup(
         event("copied" if draft else "reads" if reads else "nothing to copy")
         if not reads and text[-4:-2] == text[-2:]:
             assert len(draft) == most
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_row_that_cannot_use_copies_drafts_beside_a_lookup_where_that_pays(temperature: float) -> None:
+    """It once drafted nothing while its neighbours copied. Its draft and theirs are what each gets alone."""
+    texts = [[0, 1, 2, 0, 1, 2, 0, 1, 2, 0], [2, 1, 0, 2, 1, 0, 2, 1, 0, 2], [1, 2, 2, 1, 2, 2, 1, 2, 2, 1], [1, 0, 2]]
+
+    def propose(cost: float) -> tuple[str, list[list[int]], Draft]:
+        rows = [make_row(text, temperature) for text in texts]
+        rows[-1].policy = Exact() | Sure()
+        strategy = ready(AdaptiveDraft(SingleDraft(run(SMALL)), clock=lambda: 0.0))
+        for measured in map(strategy._measured.__getitem__, (True, False)):
+            measured.costs.add_plain(len(rows), 1.0)
+            measured.costs.add_step(len(rows), cost, len(rows), 1.0)
+        for row in rows:
+            strategy._row(row).copied.extend([(8, 8)] * 8)
+        draft = strategy.propose(rows, [8] * len(rows))
+        assert strategy._round is not None
+        return strategy._round.way, proposals(draft), draft
+
+    way, dear, _ = propose(100.0)
+    assert way == "lookup" and all(dear[:3]) and not dear[3]
+    way, cheap, draft = propose(1e-3)
+    assert way == "lookup" and cheap[:3] == dear[:3] and cheap[3]
+    assert draft.logits_BKV is not None and not draft.logits_BKV[3, : len(cheap[3])].isnan().any()
+    row = make_row(texts[3], temperature)
+    row.policy = Exact() | Sure()
+    alone = ready(SingleDraft(run(SMALL))).propose([row], [8])
+    assert cheap[3] == alone.chains[0][: len(cheap[3])]

@@ -25,9 +25,9 @@ FILES = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "fly"
 
 # A room imports only itself and rooms that stand before it, annotations included.
 ROOMS = [
-    "moved", "late", "errors", "expressions", "params", "devices", "ops", "vocabulary", "types", "policies", "cache",
-    "models", "runner", "drafts", "output", "engine", "backends", "config", "parallel", "llm", "testing", "serve",
-    "cli", "extras",
+    "moved", "late", "errors", "expressions", "params", "devices", "ops", "contents", "vocabulary", "types", "policies",
+    "cache", "models", "runner", "drafts", "output", "engine", "backends", "config", "parallel", "llm", "testing",
+    "serve", "cli", "extras",
 ]  # fmt: skip
 # Programs and bridges beside the core, each with the other extras that it may import.
 EXTRAS: dict[str, set[str]] = {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pickle
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from fly.models.tokenizer import Tokenizer
 from fly.policies import (
     AcceptancePolicy,
     AfterTokens,
+    Block,
     Condition,
     EntropyGate,
     Exact,
@@ -67,22 +69,55 @@ def test_a_mask_is_what_the_predicate_says_of_plain_tokens(spelled: list[bytes],
     assert len(vocabulary.bytes) == len(vocabulary.texts) == size
 
 
-def test_a_mask_is_worked_out_once_for_a_function_and_for_equal_rules() -> None:
-    asked: list[str] = []
+ASKED: list[str] = []  # the texts that a rule below was asked about
 
-    @dataclass(frozen=True)
-    class Counted(TextCondition):
-        wanted: str
 
-        def holds_for(self, text: str) -> bool:
-            asked.append(text)
-            return text == self.wanted
+@dataclass(frozen=True)
+class Counted(TextCondition):
+    wanted: str
+    more: Any = ()
+
+    def holds_for(self, text: str) -> bool:
+        ASKED.append(text)
+        return text == self.wanted
+
+
+@dataclass(frozen=True)
+class Unhashable(Counted):
+    more: Any = field(default_factory=lambda: ["x", {"y": [1]}])
+
+
+@dataclass(frozen=True)
+class ByLambda(Counted):
+    """Makes a new function for every block."""
+
+    def holds_for(self, text: str) -> bool:
+        return False
+
+    def evaluate(self, block: Block) -> Tensor:
+        wanted = self.wanted
+        also = [wanted]
+        return self.vocabulary.where(lambda text: bool(ASKED.append(text)) or text in also)[block.draft.tokens_BK]
+
+
+@pytest.mark.parametrize("rule", [Counted("a"), Unhashable("a"), ByLambda("a"), ByLambda("a", [{"k": {1}}])])
+def test_a_mask_is_worked_out_once_for_rules_that_hold_the_same(rule: Counted) -> None:
+    """Also if a rule cannot be hashed, and if it makes its predicate anew in every block."""
+
+    def masks() -> None:
+        for _ in range(3):
+            each = replace(rule).bind(vocabulary)
+            assert each.evaluate(block).tolist() == [[True, False, False]]
 
     vocabulary = Vocabulary(3, [b"a", b"b", b"c"])
-    first = (Exact() | Counted("a")).bind(vocabulary)
-    assert asked == ["a", "b", "c"]
-    assert (Exact() | Counted("a")).bind(vocabulary) == first and len(asked) == 3
-    assert vocabulary.where(Counted("b").holds_for).tolist() == [False, True, False] and len(asked) == 6
+    block = Block(Target(torch.zeros(1, 4, 3)), Draft.of([[0, 1, 2]]), torch.zeros(1, 3, dtype=torch.bool))
+    ASKED.clear()
+    masks()
+    assert ASKED == ["a", "b", "c"]
+    other = replace(rule, wanted="b").bind(vocabulary)
+    assert other.evaluate(block).tolist() == [[False, True, False]] and len(ASKED) == 6
+    masks()
+    assert len(ASKED) == 6
 
 
 def test_without_a_tokenizer_texts_are_unknown() -> None:

@@ -8,10 +8,20 @@ import time
 from collections import abc, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import itemgetter, mul
 from statistics import median
 
-from fly.drafts.base import Continuation, DraftSetup, DraftStrategy, StopsByChance, Wrapper, pad, split_rows
+from fly.drafts.base import (
+    Continuation,
+    DraftSetup,
+    DraftStrategy,
+    RowDraft,
+    StopsByChance,
+    Wrapper,
+    join_rows,
+    pad,
+    split_rows,
+)
 from fly.drafts.measures import Costs, Rates
 from fly.drafts.suffix import SuffixDraft
 from fly.runner.executor import Spent
@@ -108,15 +118,19 @@ class _Measurements:
         seconds = (self.costs.forward(rows + proposed) or 1.0) + self.costs.lookup_overhead
         return (rows + kept) / max(seconds, 1e-9)
 
-    def drafting_speed(self, rows: int, yields: list[_Yield], behind: bool) -> float:
-        """Return the tokens per second by the strategy, which drafts for as many rows as there are ``yields``."""
+    def drafting_speed(
+        self, rows: int, yields: list[_Yield], behind: bool, proposed: int = 0, copied: float = 0.0
+    ) -> float:
+        """Return the tokens per second by the strategy, which drafts for as many rows as there are ``yields``. For
+        others a lookup has ``proposed`` tokens meanwhile, of which ``copied`` are expected to be kept."""
         if not yields or (rows > 1 and self.costs.step is None):
             return 0.0  # in a batch, first try it for one row
         kept, verified = sum(each.kept for each in yields), sum(each.verified for each in yields)
         steps = 1.0 if self.one_forward else max(each.steps for each in yields)
         drafting = steps * (self.costs.step or 0.0) * (self.costs.plain(len(yields)) or 1.0)
-        seconds = (self.costs.forward(rows + verified) or 1.0) + drafting
-        return (rows + kept) / seconds / (_CATCH_UP if behind else 1.0)
+        seconds = (self.costs.forward(rows + verified + proposed) or 1.0) + drafting
+        seconds += self.costs.lookup_overhead * bool(proposed)
+        return (rows + kept + copied) / seconds / (_CATCH_UP if behind else 1.0)
 
     def worth(self, active: int, speed: float) -> float:
         """Return the least chance to be kept at which the strategy should draft a token; 0: unknown."""
@@ -139,6 +153,8 @@ class _Round:
     asked: list[int]  # the most tokens to propose for each row
     worth: float  # the least chance to be kept at which the strategy drafts a token; 0: unknown
     looked: list[list[int]]  # what the lookup proposes for each row
+    # For which rows the strategy drafts, if it does: for all, or beside a lookup for those that cannot use copies.
+    drafts: list[bool]
     trial: _Trial | None = None
     rounds: int = 1  # the most rounds to run before choosing again
     behind: bool = False  # whether the strategy has to catch up with a text
@@ -177,6 +193,9 @@ class AdaptiveDraft(Wrapper):
     Every round improves the estimates for all choices. What seems slower is tried for two rounds, after 8 rounds, then
     16, and so on up to 512; no draft, only if it might be faster. In a batch, a trial drafts for one row. What a
     strategy takes to catch up with a prompt does not count.
+
+    Copies have no logits, so a row whose rule reads them (``row.policy.reads_logits``) cannot use them. While others
+    use a lookup, the strategy drafts for such rows if the batch gets more tokens per second in this way.
 
     Choices depend on estimates and on the lookup, which draws nothing, and never on drawn tokens. So a lossless rule
     stays lossless.
@@ -237,15 +256,20 @@ class AdaptiveDraft(Wrapper):
         most = list(map(min, self._lengths(this_round, rows), max_len))
         if not any(most):
             return Draft.empty(len(rows))
-        begin = self.clock()
-        if this_round.way == _LOOKUP:
-            draft = pad([tokens[:n] for tokens, n in zip(this_round.looked, most)])
+        drafted_len = [n * drafts for n, drafts in zip(most, this_round.drafts)]
+        copies = [tokens[:n] for tokens, n in zip(this_round.looked, most)]
+        if not any(drafted_len):
+            draft = pad(copies)
         else:
+            begin = self.clock()
             propose = self.strategy.propose
-            draft = propose(rows, most, **self._limits(propose, this_round))
+            draft = propose(rows, drafted_len, **self._limits(propose, this_round))
+            if this_round.way == _LOOKUP:
+                pieces = zip(split_rows(draft), copies, this_round.drafts)
+                draft = join_rows([piece if drafts else RowDraft(copied) for piece, copied, drafts in pieces])
+            this_round.drafting = self.clock() - begin
         this_round.verified = list(map(len, draft.chains))
         this_round.steps = list(map(min, this_round.verified, most))
-        this_round.drafting = self.clock() - begin if this_round.way == _DRAFTING else 0.0
         return draft
 
     def continuation(self, rows: abc.Sequence[Row]) -> Continuation | None:
@@ -277,15 +301,15 @@ class AdaptiveDraft(Wrapper):
                 self._row(row).read = end
 
     def observe(self, rows: abc.Sequence[Row], draft: Draft, target: Target) -> None:
-        if (member := self._proposing) is not None:
+        for member in self._proposing:
             member.observe(rows, draft, target)
 
     def commit(self, rows: abc.Sequence[Row]) -> None:
         this_round = self._round
-        member = self._proposing
+        members = self._proposing
         now = self.clock()
         self._round = None
-        if member is not None:
+        for member in members:
             member.commit(rows)
         if this_round is not None:
             self._learn(this_round, rows, now)
@@ -297,12 +321,15 @@ class AdaptiveDraft(Wrapper):
         super().release(row)
 
     @property
-    def _proposing(self) -> DraftStrategy | None:
-        """The strategy that takes part in the current round. No method of the other is called, since even ``observe``
+    def _proposing(self) -> list[DraftStrategy]:
+        """The strategies that take part in the current round. No method of another is called, since even ``observe``
         takes time."""
         if self._round is None or self._round.way == _DRAFTING:
-            return self.strategy
-        return self.lookup if self._round.way == _LOOKUP else None
+            return [self.strategy]
+        members = [self.strategy] * any(self._round.drafts)
+        if self._round.way == _LOOKUP and self.lookup is not None:
+            members.append(self.lookup)
+        return members
 
     def _row(self, row: Row) -> _Row:
         if row.id not in self._rows:
@@ -329,8 +356,15 @@ class AdaptiveDraft(Wrapper):
         chances = [self._copied.chances(len(tokens), history.copied) for history, tokens in zip(histories, looked)]
         chances = [[chance for chance in each if chance >= worth] for each in chances]
         lengths = list(map(len, chances))
+        apart = [False] * count  # the rows that draft while others use a lookup
         if any(lengths):
-            speeds[_LOOKUP] = measured.lookup_speed(count, sum(lengths), sum(map(sum, chances)))
+            copied = sum(lengths), sum(map(sum, chances))
+            speeds[_LOOKUP] = measured.lookup_speed(count, *copied)
+            reads = [bool(n) and row.policy.reads_logits for row, n in zip(rows, max_len)]
+            reading = [history.drafting for history, each in zip(histories, reads) if each]
+            mixed_speed = measured.drafting_speed(count, reading, behind, *copied)
+            if mixed_speed > speeds[_LOOKUP]:
+                speeds[_LOOKUP], apart = mixed_speed, reads
         way, speed = max(speeds.items(), key=itemgetter(1))
         # Now and then, try what seems slower. In a batch a trial drafts for one row, the one that needs least reading.
         other = _DRAFTING if way == _PLAIN else _PLAIN
@@ -346,14 +380,18 @@ class AdaptiveDraft(Wrapper):
             rounds = next_trial.begin()
             first = missed.index(min(missed))
             requested = [n * (b == first) for b, n in enumerate(max_len)]
-        if way != _DRAFTING:
-            requested = lengths if way == _LOOKUP else [0] * count
-        worth = measured.worth(sum(map(bool, requested)), speed)
-        behind = any(
-            history.read == 0 or each > _MAX_UNREAD for history, each, n in zip(histories, missed, requested) if n
-        )
+        drafts = [way == _DRAFTING] * count
+        if way == _LOOKUP:
+            drafts = apart
+            requested = [most if each else n for most, n, each in zip(max_len, lengths, apart)]
+        elif way == _PLAIN:
+            requested = [0] * count
+        unread = [(history.read, each) for history, each, n in zip(histories, missed, map(mul, requested, drafts)) if n]
+        worth = measured.worth(len(unread) or sum(map(bool, requested)), speed)
+        behind = any(read == 0 or each > _MAX_UNREAD for read, each in unread)
         self._last = way
-        self._round = _Round(measured, way, begin, _row_lengths(rows), requested, worth, looked, trial, rounds, behind)
+        places = _row_lengths(rows)
+        self._round = _Round(measured, way, begin, places, requested, worth, looked, drafts, trial, rounds, behind)
         return self._round
 
     def _look_up(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> list[list[int]]:
@@ -375,16 +413,17 @@ class AdaptiveDraft(Wrapper):
     def _lengths(self, this: _Round, rows: abc.Sequence[Row]) -> list[int]:
         """Return the most tokens to propose for each row."""
         measured = this.measured
-        if this.way != _DRAFTING or self._stops:
+        if self._stops:
             return this.asked
-        if not this.worth:
-            return [min(most, _FIRST_LENGTH) for most in this.asked]
         worth = this.worth * max(measured.drafting.verified, 1e-9) / max(measured.drafting.steps, 1e-9)
-        return [
-            sum(chance >= worth for chance in measured.rates.chances(most, row.drafts[-_LATEST:]))
-            or min(most, row.stats.rounds % _RETRY_AFTER == 0)
-            for row, most in zip(rows, this.asked)
-        ]
+
+        def length(row: Row, most: int) -> int:
+            if not this.worth:
+                return min(most, _FIRST_LENGTH)
+            likely = sum(chance >= worth for chance in measured.rates.chances(most, row.drafts[-_LATEST:]))
+            return likely or min(most, row.stats.rounds % _RETRY_AFTER == 0)
+
+        return [length(row, most) if drafts else most for row, most, drafts in zip(rows, this.asked, this.drafts)]
 
     @property
     def _stops(self) -> bool:
@@ -449,8 +488,8 @@ class AdaptiveDraft(Wrapper):
             measured.costs.add_step(len(active), draft / steps, size, forward)
         # Learn what drafts yield. A row that ends cuts off tokens that would have been kept, so its last draft says
         # nothing.
-        if this.way == _DRAFTING:
-            for row, n, row_results in zip(rows, this.asked, results):
+        for row, n, row_results, drafts in zip(rows, this.asked, results, this.drafts):
+            if drafts:
                 history = self._row(row)
                 history.read = len(row.tokens) if row_results else history.read
                 row_results += [(0, 0, 0)] * (rounds - len(row_results)) * bool(n)

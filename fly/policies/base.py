@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from fly.ops import draw, one_hot, pick
 from fly.policies.binding import Bindable, parts_of
 from fly.policies.conditions import Block, Clause, Condition, describe, expression, is_built_in
 from fly.policies.reads import DRAFT_LOGITS, Trial, try_rule
-from fly.types import UNDECIDED, Draft, Guarantee, Noise, Target, Verdict, Why
+from fly.types import IMPOSSIBLE, UNDECIDED, Draft, Guarantee, Noise, Target, Verdict, Why
 from fly.vocabulary import Vocabulary
 
 __all__ = [
@@ -86,6 +86,11 @@ class AcceptancePolicy(Bindable, ABC):
         return None
 
     @property
+    def budgets(self) -> tuple[Any, ...]:
+        """The budgets of its relaxation for which the engine records what relaxed tokens cost (``CostBudget``)."""
+        return () if self.relaxation is None else self.relaxation.budgets
+
+    @property
     def reads(self) -> frozenset[str]:
         """What the rule reads besides the target's output and the drafted tokens: ``"draft.logits"``
         (``Draft.logits_BKV``), and of each row's past ``"history"``, ``"generated"``, ``"relaxed"``, ``"relaxed_at"``,
@@ -143,7 +148,20 @@ class AcceptancePolicy(Bindable, ABC):
         if not isinstance(chances_BK, Tensor) or chances_BK.shape != draft.shape:
             shape = list(draft.shape)
             raise ValueError(f"{self}: accept_probs gave {describe(chances_BK)}, not a tensor [B, K] of {shape}")
+        if chances_BK.is_complex():
+            raise ValueError(f"{self}: accept_probs gave {describe(chances_BK)}, not probabilities")
         return chances_BK
+
+    def corrected(self, target: Target, draft: Draft, at_B: Tensor) -> Tensor:
+        """Call ``correction`` and check its shape.
+
+        Raises ``ValueError`` unless it is [B, V]: a tensor [B, 1] would become a uniform distribution silently.
+        """
+        residual_BV = self.correction(target, draft, at_B)
+        shape = [len(at_B), target.logits_BKV.shape[-1]]
+        if not isinstance(residual_BV, Tensor) or list(residual_BV.shape) != shape or residual_BV.is_complex():
+            raise ValueError(f"{self}: the correction is {describe(residual_BV)}, not a tensor [B, V] of {shape}")
+        return residual_BV
 
     def relax(self, target: Target, draft: Draft, agree_BK: Tensor) -> Tensor:
         """Return which mismatches to excuse, bool [B, K]. ``agree_BK`` is True where the lossless core keeps the token,
@@ -205,6 +223,31 @@ class AcceptancePolicy(Bindable, ABC):
         verdict = longest_prefix(self, target, draft, noise, stands_BK, exact_BK, block.clauses)
         # The exact rule's chances are NaN only if the target or the draft has a NaN, and ``verify`` checks those.
         return verdict if accepts_exactly(self) else mark_nan(verdict, chance_BK, draft)
+
+    def checked_verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
+        """Call ``verdict``, and check what a subclass has made of it.
+
+        The next token of a row becomes ``IMPOSSIBLE`` if the row keeps less than nothing or more than its draft, or if
+        the token is not in the vocabulary. Raises ``ValueError`` for parts of a wrong kind or shape.
+        """
+        verdict = self.verdict(target, draft, noise)
+        if type(self).verdict is AcceptancePolicy.verdict or is_built_in(self):
+            return verdict
+        if not isinstance(verdict, Verdict):
+            raise ValueError(f"{self}: verdict gave {describe(verdict)}, not a Verdict")
+        rows, longest = draft.shape
+        kinds = {"accepted_B": [rows], "next_token_B": [rows], "why_BK": [rows, longest], "asked_BK": [rows, longest]}
+        parts = [(name, getattr(verdict, name), shape) for name, shape in kinds.items()]
+        parts += [(f"clauses[{label!r}]", held_BK, [rows, longest]) for label, held_BK in verdict.clauses.items()]
+        for name, part, shape in parts:
+            if not isinstance(part, Tensor) or list(part.shape) != shape or part.is_floating_point():
+                numbers = f"whole numbers of shape {shape}"
+                raise ValueError(f"{self}: {name} of its verdict is {describe(part)}, not {numbers}")
+        accepted_B, next_token_B = verdict.accepted_B.long(), verdict.next_token_B.long()
+        kept_B = accepted_B.clamp_min(0).minimum(draft.lengths_B)
+        there_B = (next_token_B >= UNDECIDED) & (next_token_B < target.logits_BKV.shape[-1])
+        next_token_B = torch.where((kept_B == accepted_B) & there_B, next_token_B, IMPOSSIBLE)
+        return replace(verdict, accepted_B=kept_B, next_token_B=next_token_B)
 
     def bind(self: P, vocabulary: Vocabulary) -> P:
         bound = super().bind(vocabulary)
@@ -413,7 +456,7 @@ def _next_token(policy: AcceptancePolicy, target: Target, draft: Draft, noise: N
     rows, longest = draft.tokens_BK.shape
     if not longest:
         return draw(target.probs_at(torch.arange(rows, device=accepted_B.device), accepted_B), noise.sample_B)
-    residual_BV = policy.correction(target, draft, accepted_B.clamp_max(longest - 1))
+    residual_BV = policy.corrected(target, draft, accepted_B.clamp_max(longest - 1))
     return draw_next(residual_BV, target, draft, noise, accepted_B)
 
 

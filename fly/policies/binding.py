@@ -7,6 +7,7 @@ from copy import copy
 from functools import cache, cached_property
 from typing import Any, ClassVar, TypeVar
 
+from fly.contents import Keyed
 from fly.vocabulary import Vocabulary
 
 __all__ = ["Bindable", "parts_of"]
@@ -49,6 +50,13 @@ class Bindable:
             vars(bound)[name] = _bound(value, vocabulary)
         vars(bound)["_vocabulary"] = vocabulary
         return bound
+
+    @cached_property
+    def keyed(self: B) -> Keyed[B]:
+        """The rule as a key: it equals rules of the same class and parameters, whether these can be hashed or not, and
+        also where ``compare=False`` leaves them out of ``==``. They are written the same too, since what a condition
+        decides is recorded under its text."""
+        return Keyed(self, str(self))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the parameters, without the vocabulary and cached values."""

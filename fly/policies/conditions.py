@@ -80,9 +80,14 @@ class Block:
 
         Use it for conditions that read the whole vocabulary. A CPU reads only the mismatches. An accelerator reads
         every position, since listing the mismatches would make the host wait.
+
+        Raises ``ValueError`` unless ``measure`` gives one value for each position.
         """
         rows_N, positions_N = self._read
         measured_N = measure(rows_N, positions_N)
+        if not isinstance(measured_N, Tensor) or measured_N.shape != rows_N.shape:
+            shape = list(rows_N.shape)
+            raise ValueError(f"at_mismatches: measure gave {describe(measured_N)}, not a tensor [N] of {shape}")
         measured_BK = torch.zeros(self.agree_BK.shape, dtype=measured_N.dtype, device=self.agree_BK.device)
         return measured_BK.index_put_((rows_N, positions_N), measured_N)
 
@@ -293,6 +298,14 @@ class _Chain(_Composite):
     def __post_init__(self) -> None:
         if not self.parts:
             raise ValueError("parts () must hold at least one condition")
+        # What a condition decided is found by its text, so the texts of different conditions must differ.
+        clauses: dict[str, Condition] = {}
+        for clause in self.clauses:
+            if clauses.setdefault(clause.label, clause).keyed != clause.keyed:
+                raise ValueError(
+                    f"two different conditions are both written {clause.label!r}, and only that text tells apart what "
+                    "they decide: give their class a parameter that differs, such as a name"
+                )
 
     def _joined(self, value: Callable[[Condition], T]) -> T:
         return functools.reduce(self.join, map(value, self.parts))

@@ -63,7 +63,7 @@ def _decide_blocks(rule: Any, size: int, device: torch.device) -> Trial:
         kind = None if target.some_greedy and not target.all_greedy else target.all_greedy
         try:
             with torch.no_grad():
-                rule.verdict(target, draft, noise)
+                rule.checked_verdict(target, draft, noise)
             errors.append((kind, None))
         except Exception as error:  # a user's rule may raise anything
             errors.append((kind, _tell_error(error)))

@@ -193,6 +193,8 @@ def _from_data(source: Source) -> Any:
         raise ValueError(f"policy {value!r} is neither a text nor a mapping with a name")
 
     def part(item: object, *place: str | int) -> Any:
+        if isinstance(item, (list, tuple)):
+            return tuple(part(each, *place, number) for number, each in enumerate(item))
         if not isinstance(item, Mapping):
             return item
         try:
@@ -201,13 +203,7 @@ def _from_data(source: Source) -> Any:
             raise PlacedError(str(error), *place, *getattr(error, "place", ())) from error
 
     name = value["name"]
-    options = {
-        key: tuple(part(each, key, number) for number, each in enumerate(item))
-        if isinstance(item, (list, tuple))
-        else part(item, key)
-        for key, item in value.items()
-        if key != "name"
-    }
+    options = {key: part(item, key) for key, item in value.items() if key != "name"}
     return source.build(_COMPOSITES.get(name) or source.find(name), name, (), options)
 
 

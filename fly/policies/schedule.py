@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fly.expressions import Amount, Checked, Count, Share
 from fly.ops import sent, upload
-from fly.policies.conditions import Block, Clause, Condition, Past
+from fly.policies.conditions import Block, Clause, Condition, Past, describe
 from fly.policies.formulas import raw_log_probs, raw_regret
 from fly.types import Draft, Target
 from fly.vocabulary import Vocabulary
@@ -135,6 +135,16 @@ class CostBudget(Condition):
         """Return what it costs to excuse the drafted token at each of these positions, float [N]. The cost must not
         depend on tokens that follow, because the engine calls this again with the accepted path alone."""
 
+    def costs(self, target: Target, draft: Draft, rows_N: Tensor, positions_N: Tensor) -> Tensor:
+        """Call ``cost`` and check its shape.
+
+        Raises ``ValueError`` unless it is [N]: a tensor [1] would be broadcast silently.
+        """
+        cost_N, shape = self.cost(target, draft, rows_N, positions_N), list(rows_N.shape)
+        if not isinstance(cost_N, Tensor) or list(cost_N.shape) != shape or cost_N.is_complex():
+            raise ValueError(f"{self}: cost gave {describe(cost_N)}, not a tensor [N] of {shape}")
+        return cost_N.float()
+
     def spent(self, target: Target) -> Tensor:
         """Return the cost of each row's relaxed tokens before the block, [B]."""
         return target.spent(self.label)
@@ -144,7 +154,7 @@ class CostBudget(Condition):
         return (self,)
 
     def evaluate(self, block: Block) -> Tensor:
-        cost_BK = block.at_mismatches(lambda rows_N, at_N: self.cost(block.target, block.draft, rows_N, at_N))
+        cost_BK = block.at_mismatches(lambda rows_N, at_N: self.costs(block.target, block.draft, rows_N, at_N))
         after_BK = self.spent(block.target).unsqueeze(1) + cost_BK.masked_fill(block.agree_BK, 0.0).cumsum(-1)
         return after_BK <= self.most
 

@@ -17,7 +17,7 @@ from fly.ops import depths, draw, first_branch, leaf_paths, nan_at, pick, upload
 from fly.policies.base import AcceptancePolicy, accepts_exactly, exact_accept_probs
 from fly.policies.conditions import Block
 from fly.policies.reads import carry_logits, supply_logits
-from fly.types import UNDECIDED, Decision, Draft, Guarantee, Mismatch, Noise, Target, Verdict, Why
+from fly.types import IMPOSSIBLE, UNDECIDED, Decision, Draft, Guarantee, Mismatch, Noise, Target, Verdict, Why
 
 __all__ = ["add_costs", "decide", "verify"]
 
@@ -69,7 +69,7 @@ def add_costs(budgets: Sequence[Any], target: Target, draft: Draft, b: int, deci
         draft, target = Draft(draft.tokens_BK[rows_11, path_1D], length_1), _along_paths(target, rows_11, path_1D, [b])
         row, positions = 0, [path.index(node) for node in relaxed]
     rows_N, positions_N = upload([row] * len(relaxed) + positions, draft.tokens_BK.device).chunk(2)
-    costs = {budget.label: budget.cost(target, draft, rows_N, positions_N).tolist() for budget in budgets}
+    costs = {budget.label: budget.costs(target, draft, rows_N, positions_N).tolist() for budget in budgets}
     paid = {node: {label: each[n] for label, each in costs.items()} for n, node in enumerate(relaxed)}
     mismatches = [m._replace(costs=paid[m.node]) if m.relaxed else m for m in decision.mismatches]
     return decision._replace(mismatches=mismatches)
@@ -87,7 +87,7 @@ def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
             ``accepts_exactly``, which needs no coins there.
 
     The next token is ``UNDECIDED`` if the outcome depends on a NaN in the policy's chances, its correction, the draft's
-    distribution or the target's logits.
+    distribution or the target's logits, and ``IMPOSSIBLE`` if a ``verdict`` of the policy's own cannot be true.
 
     Raises:
         ValueError: the shapes of target, draft and noise do not fit together, or ``noise`` is missing.
@@ -110,7 +110,7 @@ def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
         )
     # Judge chains or trees.
     if draft.parents_BK is None:
-        verdict = policy.verdict(target, draft, noise)
+        verdict = policy.checked_verdict(target, draft, noise)
     elif type(policy).verdict is AcceptancePolicy.verdict:
         verdict = _verify_tree(policy, target, draft, noise)
     else:
@@ -122,6 +122,7 @@ def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
     if path_BD is not None and path_BD.shape[1]:
         end_B = torch.where(end_B > 0, pick(path_BD, (end_B - 1).clamp_min(0)) + 1, 0)
     nan_B = pick(nan_at(target.logits_BKV, target.argmax_BK), end_B)  # argmax points to a NaN if there is one
+    nan_B &= verdict.next_token_B != IMPOSSIBLE
     return replace(verdict, next_token_B=torch.where(nan_B, UNDECIDED, verdict.next_token_B))
 
 
@@ -171,7 +172,7 @@ def _verify_first_path(policy: AcceptancePolicy, target: Target, draft: Draft, n
     probs_BDV = None if draft.probs_BKV is None else draft.probs_BKV[rows_B1, path_BD]
     first = carry_logits(draft, Draft(draft.tokens_BK[rows_B1, path_BD], lengths_B, probs_BDV), rows_B1, path_BD)
     coins = Noise(noise.accept_BK[rows_B1, path_BD], noise.sample_B)
-    verdict = policy.verdict(_along_paths(target, rows_B1, path_BD, list(range(len(chains)))), first, coins)
+    verdict = policy.checked_verdict(_along_paths(target, rows_B1, path_BD, list(range(len(chains)))), first, coins)
     mask_BD = first.mask_BK()
 
     # Map results along the chains back to the trees' tokens.
@@ -249,7 +250,7 @@ def _try_siblings(
         exact_BK.index_put_((rows_N, nodes_N), exact_N)
         # After a rejection the next sibling faces the policy's correction.
         if probs_BMV is not None and probs_NV is not None:
-            residual_NV = policy.correction(block, sibling, torch.zeros_like(nodes_N))
+            residual_NV = policy.corrected(block, sibling, torch.zeros_like(nodes_N))
             mass_N1 = residual_NV.sum(-1, keepdim=True)
             # Without residual mass the distributions are equal. Then only a rounding error can reject the token, so
             # keep the distribution as it was.

@@ -330,10 +330,11 @@ class Executor(ABC):
         """Decide every row's block by its own policy; rows of the same policy are decided together."""
         draft = draft.to(target.logits_BKV.device)
         seeds, starts = [row.seed for row in rows], [len(row.tokens) for row in rows]
-        if all(row.policy is rows[0].policy or row.policy == rows[0].policy for row in rows):
-            return self.decide(rows[0].policy, target, draft, seeds, starts) if rows else []
+        groups = by_policy(rows)
+        if len(groups) == 1:
+            return self.decide(groups[0][0], target, draft, seeds, starts)
         decisions: dict[int, Decision] = {}
-        for policy, numbers in by_policy(rows).items():
+        for policy, numbers in groups:
             index_B = self.numbers(numbers)
             part, proposed = target.rows(index_B, numbers), draft.rows(index_B, numbers)
             seeds_and_starts = [seeds[b] for b in numbers], [starts[b] for b in numbers]

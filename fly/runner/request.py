@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from fly.contents import Keyed
 from fly.ops import common_prefix
 from fly.policies.base import AcceptancePolicy
 from fly.types import Account, SamplingParams, Why
@@ -274,9 +275,9 @@ def most_drafted(k: int, left: int) -> int:
     return max(0, min(k, left - 1))
 
 
-def by_policy(rows: abc.Sequence[Row]) -> dict[AcceptancePolicy, list[int]]:
-    """Return the row numbers of each policy."""
-    groups: dict[AcceptancePolicy, list[int]] = {}
+def by_policy(rows: abc.Sequence[Row]) -> list[tuple[AcceptancePolicy, list[int]]]:
+    """Return each policy with its row numbers. Rows of policies that hold the same are decided together."""
+    groups: dict[Keyed[AcceptancePolicy], list[int]] = {}
     for b, row in enumerate(rows):
-        groups.setdefault(row.policy, []).append(b)
-    return groups
+        groups.setdefault(row.policy.keyed, []).append(b)
+    return [(keyed.value, numbers) for keyed, numbers in groups.items()]

@@ -30,7 +30,7 @@ from fly.runner.executor import Batch, Drafted, DraftSpec, Executor, Given, Roun
 from fly.runner.request import Row, most_drafted
 from fly.runner.sampling import BatchSampling
 from fly.runner.states import HiddenStates
-from fly.types import Decision, Draft, Target
+from fly.types import IMPOSSIBLE, Decision, Draft, Target
 
 __all__ = ["OnPrompt", "Runner"]
 
@@ -190,13 +190,13 @@ class Runner:
     def judge(self, rows: abc.Sequence[Row], target: Target, draft: Draft, strategy: object) -> list[Decision]:
         """Decide: let each row's own rule decide on its block (``Executor.judge``).
 
-        Raises ``ValueError`` if a NaN leaves a row ``UNDECIDED``. The error names its source: the model, the
-        ``strategy`` or the policy.
+        Raises ``ValueError`` if a NaN leaves a row ``UNDECIDED``, or its policy decides what is ``IMPOSSIBLE``. The
+        error names its source: the model, the ``strategy`` or the policy.
         """
         decisions = self.executor.judge(rows, target, draft)
         for b, (row, decision) in enumerate(zip(rows, decisions)):
-            if (relaxation := row.policy.relaxation) is not None and relaxation.budgets:
-                decisions[b] = add_costs(relaxation.budgets, target, draft, b, decision)
+            if row.policy.budgets:
+                decisions[b] = add_costs(row.policy.budgets, target, draft, b, decision)
             if decision.next_token >= 0:
                 continue
             place = decision.path[-1] + 1 if len(decision.path) else 0
@@ -207,6 +207,11 @@ class Runner:
                 fault = f"the model {self.executor.model_name} gave NaN as logits"
             elif draft.probs_BKV is not None and draft.probs_BKV[b, : len(decision.drafted)].isnan().any():
                 fault = f"{type(strategy).__name__} proposed a distribution with NaN in it"
+            elif decision.next_token == IMPOSSIBLE:
+                fault = (
+                    f"the verdict of the policy '{row.policy}' keeps more tokens than its draft has, or names a token "
+                )
+                fault += f"outside of the vocabulary, for the draft {decision.drafted[:5]}"
             else:
                 fault = f"the policy '{row.policy}' gave NaN for the draft {decision.drafted[:5]}"
             raise ValueError(f"{fault}, after {len(row.tokens)} tokens of a text")

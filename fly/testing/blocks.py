@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar, get_origin
 import torch
 from torch import Tensor
 
+from fly.contents import Keyed
 from fly.expressions import hints_of
 from fly.ops import one_hot
 from fly.policies import AcceptancePolicy, verify
@@ -31,6 +32,7 @@ __all__ = [
     "TOLERANCE",
     "Case",
     "bind_to",
+    "ids_of",
     "make_block",
     "make_cases",
     "make_draft_logits",
@@ -48,6 +50,8 @@ Outcome = tuple[int, int, list[int]]  # accepted tokens, the next token, and a c
 
 _TEXTS = [b" word", b"7", b"\n", b"Name", b"(", b" "]  # the texts of the first tokens
 _MARKERS = 3  # at most this many markers are taken from a rule
+_IDS, _LARGEST_ID = 8, 2**18  # and at most so many ids, below the largest of a vocabulary
+_PLAIN = (str, int, tuple, list, set, frozenset)
 
 
 @lru_cache
@@ -64,30 +68,43 @@ def toy_vocabulary(size: int, markers: tuple[str, ...] = ()) -> Vocabulary:
 
 
 def markers_of(rule: object) -> tuple[str, ...]:
-    """Find texts that a rule may look for, so that blocks can hold them: text parameters of the rule and its parts, and
-    texts in the methods of a user's own class."""
-    texts: list[str] = []
+    """Find texts that a rule may look for, so that blocks can hold them."""
+    texts = [value for value in _constants(rule) if isinstance(value, str)]
+    return tuple(text for text in dict.fromkeys(texts) if 0 < len(text) <= 20)[:_MARKERS]
+
+
+def ids_of(rule: object) -> tuple[int, ...]:
+    """Find numbers of a rule that may be token ids."""
+    numbers = [value for value in _constants(rule) if type(value) is int]
+    return tuple(number for number in dict.fromkeys(numbers) if 0 <= number < _LARGEST_ID)[:_IDS]
+
+
+def _constants(rule: object) -> Iterator[object]:
+    """Yield the parameters of a rule and of its parts, and the constants in the methods of a user's own class."""
     pending: list[Any] = [rule]
     kinds: dict[type, None] = {}
     while pending:
         node = pending.pop(0)
-        if isinstance(node, tuple):
+        if isinstance(node, (tuple, list, set, frozenset)):
             pending += node
-        if not isinstance(node, Bindable):
+        elif isinstance(node, dict):
+            pending += [*node.keys(), *node.values()]
+        elif not isinstance(node, Bindable):
+            yield node
             continue
         hints = hints_of(type(node))
         parameters: Any = fields(node) if is_dataclass(node) else ()
         for parameter in parameters:
-            pending.append(value := getattr(node, parameter.name))
-            if isinstance(value, str) and get_origin(hints.get(parameter.name)) is not Literal:
-                texts.append(value)
+            if get_origin(hints.get(parameter.name)) is not Literal:
+                pending.append(getattr(node, parameter.name))
         kinds |= dict.fromkeys(k for k in type(node).__mro__ if not k.__module__.startswith(("fly.", "builtins")))
-    texts += [text for kind in kinds for method in vars(kind).values() for text in _written(method)]
-    return tuple(text for text in dict.fromkeys(texts) if 0 < len(text) <= 20)[:_MARKERS]
+    for kind in kinds:
+        for method in vars(kind).values():
+            yield from _written(method)
 
 
-def _written(method: object) -> Iterator[str]:
-    """Yield the string constants in the code of a method, and the module's strings that the method refers to."""
+def _written(method: object) -> Iterator[object]:
+    """Yield the constants in the code of a method, and those of its module that the method refers to."""
     function = method.fget if isinstance(method, property) else getattr(method, "func", method)
     if not inspect.isfunction(function) or re.fullmatch("__(?!post_init).*__", function.__name__):
         return
@@ -96,23 +113,21 @@ def _written(method: object) -> Iterator[str]:
         part = pending.pop(0)
         if isinstance(part, CodeType):
             global_values = [function.__globals__.get(name) for name in part.co_names if not name.startswith("__")]
-            pending += [*part.co_consts, *(value for value in global_values if isinstance(value, str))]
-        elif isinstance(part, frozenset):
+            pending += [*part.co_consts, *(value for value in global_values if isinstance(value, _PLAIN))]
+        elif isinstance(part, (tuple, list, set, frozenset)):
             pending += part
-        elif isinstance(part, str) and part != function.__doc__:
+        elif part is not function.__doc__:
             yield part
 
 
 def bind_to(policy: P, target: Target) -> P:
     """Bind a policy, or a condition, to a vocabulary of the target's size that has its markers."""
-    try:
-        markers = _markers(policy)
-    except TypeError:  # a policy that holds a list cannot be hashed
-        markers = markers_of(policy)
-    return policy.bind(toy_vocabulary(target.logits_BKV.shape[-1], markers))
+    return policy.bind(toy_vocabulary(target.logits_BKV.shape[-1], _markers(policy.keyed)))
 
 
-_markers = lru_cache(markers_of)
+@lru_cache
+def _markers(policy: Keyed[Bindable]) -> tuple[str, ...]:
+    return markers_of(policy.value)
 
 
 @dataclass(frozen=True)

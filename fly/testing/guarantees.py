@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fly.ops import depths, one_hot, pick
-from fly.policies import AcceptancePolicy, Exact, verify
+from fly.policies import AcceptancePolicy, Block, Exact, verify
 from fly.policies.base import exact_accept_probs
 from fly.runner.sampling import BatchSampling
 from fly.testing.blocks import (
@@ -33,6 +33,7 @@ from fly.testing.blocks import (
     TOLERANCE,
     Case,
     bind_to,
+    ids_of,
     make_block,
     make_cases,
     make_draft_logits,
@@ -45,27 +46,38 @@ from fly.types import Draft, Guarantee, Noise, SamplingParams, Target
 
 __all__ = ["check_guarantee", "check_tokens_judged_alone", "check_trees"]
 
+_VOCAB = 40  # V of single tokens
+
 
 def check_guarantee(policy: AcceptancePolicy) -> str:
     """The policy is lossless or bounded as it declares. For a heuristic policy, the report says how far it moves the
     distribution of the text."""
     guarantee, bound = policy.guarantee, policy.bound
-    warm = cold = _Divergence(0.0, 0.0, None, "")  # the largest above temperature 0, and at temperature 0
-    for divergence in _chains(policy):
+    # The largest above temperature 0, at temperature 0, and in long texts.
+    warm = cold = late = _Divergence(0.0, 0.0, None, "")
+    for divergence in itertools.chain(_chains(policy), _late_tokens(policy)):
         if guarantee is Guarantee.LOSSLESS and divergence.gap > TOLERANCE:
             raise ConformanceError("; ".join([f"declared lossless, but {divergence.story}", *_suspicions(policy)]))
         if bound is not None and divergence.first is not None:
             distance = divergence.first[0 if bound.measure == "kl" else 1]
             require(distance <= bound.value + 1e-4, f"declared {bound}, found {distance:.5f}: {divergence.story}")
-        if divergence.first is None:
+        if divergence.late:
+            late = max(late, divergence, key=lambda each: each.total)
+        elif divergence.first is None:
             cold = max(cold, divergence, key=lambda each: each.total)
         else:
             warm = max(warm, divergence, key=lambda each: each.total)
     require(guarantee is not Guarantee.BOUNDED or bound is not None, "declared bounded, but names no bound")
     if guarantee is Guarantee.LOSSLESS:
-        return f"lossless: exact sum over all drafts, K = 1, 2, 3 (largest gap {max(warm.total, cold.total):.1e})"
+        gap = max(warm.total, cold.total, late.total)
+        return (
+            f"lossless: exact sum over all drafts, K = 1, 2, 3, and over single tokens of texts (largest gap {gap:.1e})"
+        )
     if warm.total <= TOLERANCE and not cold.total:
-        return f"declared {guarantee.value}; no draft of up to 3 tokens (11 at temperature 0) moved the distribution"
+        short = "no draft of up to 3 tokens (11 at temperature 0) moved the distribution"
+        if late.total > TOLERANCE:
+            return f"not lossless, as declared ({guarantee.value}): {short} of a text's first block, but {late.story}"
+        return f"declared {guarantee.value}; {short}"
     moved = "no draft of up to 3 tokens moved the distribution of a block (longer drafts may)"
     if warm.total > TOLERANCE:
         moved = (
@@ -192,6 +204,7 @@ class _Divergence:
     total: float  # the total variation distance; at temperature 0 the share of drafts that change the text
     first: tuple[float, float] | None  # KL(emitted || target) and total variation of the first token alone
     story: str  # the case, and the string with the largest difference
+    late: bool = False  # of one token of a text that has begun (``_late_tokens``)
 
 
 def _chains(policy: AcceptancePolicy) -> Iterator[_Divergence]:
@@ -203,6 +216,87 @@ def _chains(policy: AcceptancePolicy) -> Iterator[_Divergence]:
             yield from _greedy(policy, longest, vocab, last % vocab)
         for longest, vocab, seeds in ((1, 2, 24), (1, 3, 6), (2, 2, 4), (2, 3, 3), (3, 2, 3), (3, 3, 1)):
             yield from _sampled(policy, list(range(-1, longest - 1)), vocab, range(seeds), last=last % vocab)
+
+
+def _late_tokens(policy: AcceptancePolicy) -> Iterator[_Divergence]:
+    """Compare the distribution of one emitted token with the target's, by the chance that it is kept or excused and by
+    the correction. The token stands anywhere in a block, after short and long texts, some with relaxed tokens, and has
+    every id of a vocabulary, or the ids that the rule names. The other tokens of the block agree with the target.
+
+    Rules that judge whole blocks have no such chance.
+    """
+    if type(policy).verdict is not AcceptancePolicy.verdict:
+        return
+    named = [token for token in ids_of(policy) if token >= _VOCAB]
+    for seed in range(12):
+        yield from _late_token(policy, seed, _VOCAB, range(_VOCAB), seed % _VOCAB)
+        if named and seed < 6:
+            yield from _late_token(policy, seed, max(named) + 2, [*named, 5], named[seed // 2 % len(named)])
+
+
+def _late_token(
+    policy: AcceptancePolicy, seed: int, vocab: int, tokens: Sequence[int], last: int
+) -> Iterator[_Divergence]:
+    """Compare it for one block after a text that ends with ``last``. At one place of the block stand all ``tokens``."""
+    generator = torch.Generator().manual_seed(seed)
+    longest, count, is_greedy = 8, len(tokens), seed % 2 == 0
+    place = seed % longest
+    # The text before the block: of two tokens, short, or long.
+    generated = (0, 7, 600)[seed % 3]
+    text = torch.randint(0, vocab, (generated + 1,), generator=generator).tolist()
+    text.append(last)
+    relaxed_at = [len(text) - 1 - n for n in range(min(generated // 4, 8))][::-1]
+    logits_JV = 2 * torch.randn(longest + 1, vocab, generator=generator)
+    target_JV = (logits_JV / 0.7).softmax(-1)
+    draft_JV = (logits_JV + torch.randn(longest + 1, vocab, generator=generator)).softmax(-1)[:-1]
+    likeliest = int(logits_JV[place].argmax())
+
+    def each(line: Tensor) -> Tensor:
+        return line.unsqueeze(0).expand(count, *line.shape).contiguous()
+
+    target = Target(
+        each(logits_JV),
+        None if is_greedy else each(target_JV),
+        control_V=torch.arange(vocab) == vocab - 1,
+        generated_B=torch.full((count,), generated),
+        relaxed_B=torch.full((count,), len(relaxed_at)),
+        nats_B=torch.full((count,), 0.5 * len(relaxed_at)),
+        spent=lambda label: torch.full((count,), 0.5 * len(relaxed_at)),
+        relaxed_at=[relaxed_at] * count,
+        history=[text] * count,
+    )
+    tokens_BK = each(logits_JV[:-1].argmax(-1))
+    tokens_BK[:, place] = torch.tensor(tokens)
+    certain = Draft(tokens_BK, torch.full((count,), longest))
+    drafts = [replace(certain, logits_BKV=make_draft_logits(certain, vocab))]
+    if not is_greedy and count == vocab:
+        drawn = replace(certain, probs_BKV=each(draft_JV))
+        drafts.append(replace(drawn, logits_BKV=make_draft_logits(drawn, vocab)))
+    wanted_V = one_hot(logits_JV[place], logits_JV[place].argmax()) if is_greedy else target_JV[place]
+    rule = bind_to(policy, target)
+    for draft in drafts:
+        agree_BK = torch.arange(longest).expand(count, longest) != place
+        excused_B = rule.excused(Block(target, draft, agree_BK))[:, place]
+        kept_B1 = rule.chances(target, draft)[:, place].double().clamp(0, 1).masked_fill(excused_B, 1.0).unsqueeze(1)
+        correction_BV = each(wanted_V).double()
+        if not is_greedy:
+            residual_BV = rule.corrected(target, draft, torch.full((count,), place)).double()
+            mass_B1 = residual_BV.sum(-1, keepdim=True)
+            correction_BV = torch.where(mass_B1 > 0, residual_BV / mass_B1, correction_BV)
+        emitted_BV = one_hot(correction_BV, tokens_BK[:, place]) * kept_B1 + (1 - kept_B1) * correction_BV
+        if draft.probs_BKV is not None:
+            emitted_BV = (draft_JV[place].double().unsqueeze(1) * emitted_BV).sum(0, keepdim=True)
+        apart_BV = (emitted_BV - wanted_V).abs()
+        b, token = divmod(int(apart_BV.argmax()), vocab)
+        tv = float(apart_BV[b].sum() / 2)
+        ratio_V = emitted_BV[b].clamp_min(1e-12) / wanted_V.double().clamp_min(1e-300)
+        kl = float((emitted_BV[b] * ratio_V.log()).sum())
+        drafted = "drawn" if draft.probs_BKV is not None else f"drafted as {tokens[b]}"
+        kind = f"at temperature 0, where the target wants {likeliest}" if is_greedy else "above temperature 0"
+        before = f"after {generated} tokens of a text, {len(relaxed_at)} of them relaxed"
+        chances = f"with probability {float(emitted_BV[b, token]):.5f}, not {float(wanted_V[token]):.5f}"
+        story = f"{before}, token {place} of a block, {drafted} {kind}, is {token} {chances}"
+        yield _Divergence(float(apart_BV.max()), tv, None if is_greedy else (kl, tv), story, late=True)
 
 
 class _Drafts:

@@ -15,7 +15,7 @@ columns of a packed decision.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -32,7 +32,8 @@ from fly.backends.cuda.ops import uniforms
 from fly.backends.cuda.table import Column, Shape, Table, pack
 from fly.backends.heads import TorchHead
 from fly.cache import PagedKVCache
-from fly.ops import Stream, argmax, pick
+from fly.contents import Keyed
+from fly.ops import Stream, argmax, pick, sent
 from fly.policies import AcceptancePolicy, verify
 from fly.policies.base import accepts_exactly
 from fly.policies.reads import supply_logits
@@ -43,20 +44,30 @@ __all__ = ["DecisionStage", "DeviceRound", "Group", "Scored", "find_refusal"]
 
 _MOST_STAGES = 16  # the most that a round keeps
 _NEW = 2  # so many rounds of a shape run before all is captured
-_find_wait = lru_cache(256)(find_wait)
 
 
 class Group(NamedTuple):
     """Adjacent rows of the table. They have the same rule, and are all above temperature 0 or all at it."""
 
-    policy: AcceptancePolicy
+    keyed: Keyed[AcceptancePolicy]  # stages and graphs are looked up by it
     drawn: bool
     rows: int  # padding included
+
+    @property
+    def policy(self) -> AcceptancePolicy:
+        return self.keyed.value
 
 
 def find_refusal(group: Group, drafter: object) -> str | None:
     """Return why a graph cannot hold the decision about this group (``find_wait``), or None if it can."""
-    return _find_wait(group.policy, group.drawn, group.drawn and drafter is not None)
+    if group.policy.budgets:
+        return "it keeps account of what relaxed tokens cost, which is on the host"
+    return _find_wait(group.keyed, group.drawn, group.drawn and drafter is not None)
+
+
+@lru_cache(256)
+def _find_wait(keyed: Keyed[AcceptancePolicy], drawn: bool, sampled: bool) -> str | None:
+    return find_wait(keyed.value, drawn, sampled)
 
 
 class Scored(NamedTuple):
@@ -180,17 +191,21 @@ class DecisionStage:
 
     ``relaxes`` says for each group whether its rule excuses mismatches, and ``conditions`` names the rule's conditions.
     If ``needs_texts``, some rule runs outside of the graph, and the host sets before each round the ``texts`` of all
-    rows, and where relaxed tokens stand in them.
+    rows, where relaxed tokens stand in them, and their cost so far by each budget (``spent``). ``budgets`` are those of
+    each group's rule.
     """
 
     def __init__(self, round_: DeviceRound, groups: tuple[Group, ...], control_V: Tensor) -> None:
         self.round = round_
         self.groups = groups
         self.control_V = control_V
-        self.relaxes = [not accepts_exactly(policy) or policy.relaxation is not None for policy, _, _ in groups]
+        policies = [group.policy for group in groups]
+        self.relaxes = [not accepts_exactly(policy) or policy.relaxation is not None for policy in policies]
         self.conditions: list[list[str]] = [[] for _ in groups]
         self.texts: list[list[int]] | None = None
         self.relaxed_at: list[list[int]] = []
+        self.spent: list[Mapping[str, float]] = []
+        self.budgets = [policy.budgets for policy in policies]
         # What the rules outside of the graph decided, by the group's number, at addresses that the graph reads.
         self.outside: dict[int, _Decided | None] = {
             number: None for number, group in enumerate(groups) if find_refusal(group, round_.drafter) is not None
@@ -240,7 +255,8 @@ class DecisionStage:
         ``pack``ed lines, [B, X] int32."""
         table, (tokens_RK, count_R, probs_DKV, drafter_RKV) = self.round.table, self.round.proposal
         logits_RJV, choices_RJ, _ = self.round.scored
-        policy, drawn, count = self.groups[number]
+        keyed, drawn, count = self.groups[number]
+        policy = keyed.value
         relaxes = self.relaxes[number]
         # Take the group's rows of the block.
         first = sum(group.rows for group in self.groups[:number])
@@ -265,7 +281,8 @@ class DecisionStage:
         if cost_BK is not None:
             nats_BK = cost_BK.double().masked_fill(~excused_BK, 0.0)
         decided = _Decided(verdict.accepted_B, verdict.next_token_B, excused_BK.sum(1), nats_BK.sum(1))
-        return decided, pack(draft, choices_RJ[rows], verdict, cost_BK)
+        costs = [_compute_budget(budget, target, draft) for budget in self.budgets[number]]
+        return decided, pack(draft, choices_RJ[rows], verdict, cost_BK, costs)
 
     def _make_target(self, rows: slice, drawn: bool, logits_BJV: Tensor, inside: bool) -> Target:
         """Return the target's output about one group's block, as it is seen ``inside`` the graph or outside of it."""
@@ -277,6 +294,7 @@ class DecisionStage:
             generated_B=table.column(Column.GENERATED)[rows],
             relaxed_B=table.column(Column.RELAXED)[rows],
             nats_B=table.column(Column.NATS)[rows].float(),
+            spent=lambda label: sent(torch.tensor([row.get(label, 0.0) for row in self.spent[rows]]), table.device),
             relaxed_at=self.relaxed_at[rows],
             history=None if self.texts is None else self.texts[rows],
         )
@@ -310,6 +328,13 @@ def _join(lines: Sequence[Tensor]) -> Tensor:
     """Join the lines of all groups, [R, X], padded to the longest."""
     widest = max(line_BX.shape[1] for line_BX in lines)
     return torch.cat([F.pad(line_BX, (0, widest - line_BX.shape[1])) for line_BX in lines])
+
+
+def _compute_budget(budget: Any, target: Target, draft: Draft) -> Tensor:
+    """Return the cost [B, K], float32, of keeping each drafted token by a ``CostBudget``."""
+    (rows, longest), device = draft.shape, draft.tokens_BK.device
+    rows_N = torch.arange(rows, device=device).repeat_interleave(longest)
+    return budget.costs(target, draft, rows_N, torch.arange(longest, device=device).repeat(rows)).view(rows, longest)
 
 
 def _compute_cost(target: Target, draft: Draft) -> Tensor:

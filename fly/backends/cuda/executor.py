@@ -121,7 +121,7 @@ class CudaExecutor(TorchExecutor):
             spec=DraftSpec() if drafter is None else DraftSpec(reach=(1.0,)),
             states=tuple(range(drafter.options.inputs)) if isinstance(drafter, TorchHead) else (),
         )  # fmt: skip
-        needs = measure_round(shape, (Group(work.policy, True, count),), self, drafter, work.block_size)
+        needs = measure_round(shape, (Group(work.policy.keyed, True, count),), self, drafter, work.block_size)
         # Count all shapes that are warmed up, at temperature 0 and above, and as many again for other shapes that
         # requests need.
         others = 4 * sum(warmed <= rows for warmed in WARM_ROWS) - 1
@@ -161,14 +161,10 @@ class CudaExecutor(TorchExecutor):
         return isinstance(drafter, (CudaExecutor, TorchHead)) and drafter.device == self.device
 
     def takes(self, rows: abc.Sequence[Row]) -> bool:
-        """Whether ``rounds`` can run these rows. Graphs are looked up by their rules, so a rule without a hash is
-        refused."""
+        """Whether ``rounds`` can run these rows."""
         self._plain = "the draft strategy is asked before each round, or a cache has no room for several rounds"
         if any(map(asks_between, rows)):
             self._plain = "penalties, bans, a form, log-probabilities or explanations are asked for"
-            return False
-        if strange := next((row.policy for row in rows if not _has_hash(row.policy)), None):
-            self._plain = f"the rule {strange} has no hash"
             return False
         return True
 
@@ -283,12 +279,3 @@ class CudaExecutor(TorchExecutor):
 
     def _find_rounds(self, cache: PagedKVCache) -> DeviceRounds:
         return self._rounds.setdefault(cache, DeviceRounds(self.pool, self.budget))
-
-
-def _has_hash(policy: object) -> bool:
-    """Whether a rule can be a dictionary's key. A rule with a list among its parameters cannot."""
-    try:
-        hash(policy)
-    except TypeError:
-        return False
-    return True

@@ -161,7 +161,7 @@ def measure_round(
     cache = _empty_cache(target, block_size)
     draft_cache = None if drafter is None else _empty_cache(drafter, draft_block_size or block_size)
     target, drafter = _on_meta(target), _on_meta(drafter)
-    held = tuple(group._replace(policy=Exact()) if find_refusal(group, drafter) else group for group in groups)
+    held = tuple(group._replace(keyed=Exact().keyed) if find_refusal(group, drafter) else group for group in groups)
     with torch.no_grad(), Footprint() as count:
         shared, plain = Shared(), replace(shape, compiled=False)
         round_ = DeviceRound(plain, target, cache, drafter, draft_cache, target.pool, shared)

@@ -32,6 +32,7 @@ from fly.backends.cuda.drafter import Model
 from fly.backends.cuda.graphs import Timer
 from fly.backends.cuda.shapes import DeviceRounds, TooLarge
 from fly.backends.cuda.table import PADDING, Column, Shape, count_pages, make_line, round_up, unpack
+from fly.contents import Keyed
 from fly.policies import AcceptancePolicy
 from fly.runner.executor import DraftSpec, RoundPlan, RoundRow, Rounds, Spent
 from fly.runner.request import most_drafted
@@ -84,13 +85,13 @@ def note_plain_way(reason: str, level: int = logging.INFO) -> None:
 def _group_rows(rows: Sequence[RoundRow]) -> tuple[tuple[Group, ...], list[int]]:
     """Group the rows by their rule and by whether they are above temperature 0, and put the groups above 0 first. Pad
     each group to one of a few sizes. Also return the number of the row in each line of the table; -1 is padding."""
-    numbers: dict[tuple[bool, AcceptancePolicy], list[int]] = {}
+    numbers: dict[tuple[bool, Keyed[AcceptancePolicy]], list[int]] = {}
     for b, row in enumerate(rows):
-        numbers.setdefault((row.greedy, row.policy), []).append(b)
+        numbers.setdefault((row.greedy, row.policy.keyed), []).append(b)
     groups, order = list[Group](), list[int]()
-    for (greedy, policy), own in sorted(numbers.items(), key=lambda item: item[0][0]):
+    for (greedy, keyed), own in sorted(numbers.items(), key=lambda item: item[0][0]):
         count = round_up(len(own))
-        groups.append(Group(policy, not greedy, count))
+        groups.append(Group(keyed, not greedy, count))
         order += own + [-1] * (count - len(own))
     return tuple(groups), order
 
@@ -143,6 +144,7 @@ class _Row:
     drafted: list[int]  # the draft that it was fed then
     in_drafter: int  # tokens that the drafter has cached
     relaxed_at: list[int]  # positions of its relaxed tokens, up to the last decision
+    spent: dict[str, float]  # what they have cost, by each budget of its rule
     emitted: list[int] = field(default_factory=list)  # how many tokens each round emitted
     decisions: list[Decision] = field(default_factory=list)
 
@@ -182,7 +184,8 @@ class _Call:
             text = list(row.tokens)
             in_drafter = 0 if plan.draft_kv is None else self.firsts[b] + plan.draft_kv.starts[b]
             place = line, group_of_line[line], room, plan.draft_context
-            self.rows.append(_Row(row, *place, text, row.left, len(text) - 1, [], in_drafter, [*row.relaxed_at]))
+            spent = {budget.label: row.account.cost(budget.label) for budget in row.policy.budgets}
+            self.rows.append(_Row(row, *place, text, row.left, len(text) - 1, [], in_drafter, [*row.relaxed_at], spent))
         self.unread: list[list[int]] = []  # the lines of the last round, until they are unpacked
         self.states: list[Tensor] = []  # of each round, [R, J, F]
         self.failed = False
@@ -241,6 +244,7 @@ class _Call:
                 self.unpack()  # now, because the rule may ask where relaxed tokens stand
                 self.stage.texts = self.texts()
                 self.stage.relaxed_at = [self.rows[b].relaxed_at if b >= 0 else [] for b in self.order]
+                self.stage.spent = [self.rows[b].spent if b >= 0 else {} for b in self.order]
             self.round.launch(self.stage, max(row.wanted() for row in self.rows), self.timer)
         except Exception:
             self.timer.done.record()
@@ -255,8 +259,12 @@ class _Call:
         """Turn the last lines that were read into decisions."""
         for row in self.rows if self.unread else ():
             relaxes, conditions = self.stage.relaxes[row.group], self.stage.conditions[row.group]
-            decision = unpack(self.unread[row.line], self.round.shape.k, relaxes, conditions)
-            row.relaxed_at += [row.fed + mismatch.node for mismatch in decision.mismatches if mismatch.relaxed]
+            decision = unpack(self.unread[row.line], self.round.shape.k, relaxes, conditions, [*row.spent])
+            for mismatch in decision.mismatches:
+                if mismatch.relaxed:
+                    row.relaxed_at.append(row.fed + mismatch.node)
+                    for label, cost in mismatch.costs.items():
+                        row.spent[label] += cost
             row.decisions.append(decision)
         self.unread = []
 
@@ -268,7 +276,7 @@ class _Call:
     def read(self) -> bool:
         """Read what each row got. Return False if an error or a NaN made the round void."""
         lines = [] if self.stage.download is None else self.stage.download.host.tolist()
-        if self.failed or any(lines[row.line][2] < 0 for row in self.rows):  # the next token is UNDECIDED
+        if self.failed or any(lines[row.line][2] < 0 for row in self.rows):  # UNDECIDED or IMPOSSIBLE
             return False
         for row in self.rows:
             drafts, length = row.wanted() > 0, len(row.text)

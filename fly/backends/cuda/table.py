@@ -185,37 +185,51 @@ def count_pages(kv: PagedBatch, k: int) -> int:
     return 1 << (allocator.blocks_for(longest + k + 2) - 1).bit_length()
 
 
-def pack(draft: Draft, choices_RJ: Tensor, verdict: Verdict, cost_RK: Tensor | None) -> Tensor:
+def pack(
+    draft: Draft, choices_RJ: Tensor, verdict: Verdict, cost_RK: Tensor | None, costs: Sequence[Tensor] = ()
+) -> Tensor:
     """Pack decisions into [R, columns] int32, so that one download brings them all.
 
     A line holds the number of drafted tokens, the number of accepted ones, and the token after them; then the K drafted
-    tokens; then the target's J likeliest tokens. If the rule excuses mismatches, four things follow for each drafted
-    token: why it is kept, whether conditions were asked about it, the cost of keeping it (float32), and whether each
-    condition held.
+    tokens; then the target's J likeliest tokens. If the rule excuses mismatches, five things follow for each drafted
+    token: why it is kept, whether conditions were asked about it, the cost of keeping it (float32), whether each
+    condition held, and its cost by each budget of the rule (float32).
 
     Args:
         cost_RK: -ln target(token), or None for a rule that excuses nothing.
+        costs: by each budget of the rule, float32 [R, K].
     """
     columns = [draft.lengths_B.unsqueeze(1), verdict.accepted_B.unsqueeze(1), verdict.next_token_B.unsqueeze(1)]
     columns += [draft.tokens_BK, choices_RJ]
     if cost_RK is not None:
         columns += [verdict.why_BK, verdict.asked_BK, cost_RK.view(torch.int32), *verdict.clauses.values()]
+        columns += [each_RK.view(torch.int32) for each_RK in costs]
     return torch.cat([column.to(torch.int32) for column in columns], dim=1)
 
 
-def unpack(line: Sequence[int], k: int, relaxes: bool, conditions: Sequence[str]) -> Decision:
-    """Return the decision about one row from its ``line``. ``conditions`` are the names of its rule's conditions."""
+def _read_float(bits: int) -> float:
+    """Return the float32 that an int32 holds."""
+    (value,) = struct.unpack("f", struct.pack("i", bits))
+    return float(value)
+
+
+def unpack(line: Sequence[int], k: int, relaxes: bool, conditions: Sequence[str], budgets: Sequence[str]) -> Decision:
+    """Return the decision about one row from its ``line``. ``conditions`` and ``budgets`` are the names of its rule's
+    conditions and budgets."""
     count, accepted, next_token, *rest = line
     drafted = rest[:count]
     choices = rest[k : k + count + 1]
     rest = rest[2 * k + 1 :]
     mismatches = list[Mismatch]()
     if relaxes:
-        why, asked, cost, *held = (rest[n * k : n * k + count] for n in range(3 + len(conditions)))
+        why, asked, cost, *more = (rest[n * k : n * k + count] for n in range(3 + len(conditions) + len(budgets)))
         for node in range(count):
             stands = node < accepted and why[node] == Why.RELAXED
             if stands or (conditions and asked[node]):
-                answers = {name: bool(column[node]) for name, column in zip(conditions, held)}
-                (nats,) = struct.unpack("f", struct.pack("i", cost[node])) if stands else (0.0,)
-                mismatches.append(Mismatch(node, stands, answers, nats))
+                answers = {name: bool(column[node]) for name, column in zip(conditions, more)}
+                if not stands:
+                    mismatches.append(Mismatch(node, stands, answers, 0.0))
+                    continue
+                paid = {name: _read_float(column[node]) for name, column in zip(budgets, more[len(conditions) :])}
+                mismatches.append(Mismatch(node, stands, answers, _read_float(cost[node]), paid))
     return Decision(drafted, range(accepted), next_token, accepted == count, choices, mismatches)

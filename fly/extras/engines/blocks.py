@@ -27,7 +27,7 @@ from fly.policies.formulas import raw_log_probs
 from fly.policies.reads import DRAFT_LOGITS
 from fly.policies.registry import load_policy
 from fly.runner.sampling import BatchSampling, ProcessedDistribution
-from fly.types import UNDECIDED, Draft, Noise, SamplingParams, Target, Verdict, Why
+from fly.types import Draft, Noise, SamplingParams, Target, Verdict, Why
 from fly.vocabulary import Vocabulary
 
 __all__ = [
@@ -116,8 +116,7 @@ class Row:
     @property
     def labels(self) -> tuple[str, ...]:
         """The labels of the rule's budgets, in the order of its account."""
-        relaxation = self.rule.relaxation
-        return () if relaxation is None else tuple(budget.label for budget in relaxation.budgets)
+        return tuple(budget.label for budget in self.rule.budgets)
 
     @property
     def keeps_account(self) -> bool:
@@ -221,7 +220,7 @@ def decide(rows: Sequence[Row], blocks: Blocks) -> Decided:
     verdict = verify(first.rule, target, draft, Noise(accept_BK, sample_B))
 
     # Write the accepted tokens, then the one that follows, then -1.
-    decided_B = (verdict.next_token_B != UNDECIDED) & (lengths_B > 0)
+    decided_B = (verdict.next_token_B >= 0) & (lengths_B > 0)
     accepted_B1 = verdict.accepted_B.unsqueeze(1)
     places_J = torch.arange(longest + 1, device=device)
     padded_BJ = torch.nn.functional.pad(tokens_BK, (0, 1), value=-1)
@@ -256,9 +255,8 @@ def _find_costs(row: Row, target: Target, draft: Draft, verdict: Verdict, decide
     costs.append(
         -raw_log_probs(target, draft, rows_N, places_N)[0] if "nats" in row.past else torch.zeros_like(costs[0])
     )
-    relaxation = row.rule.relaxation
-    for budget in () if relaxation is None else relaxation.budgets:
-        costs.append(budget.cost(target, draft, rows_N, places_N))
+    for budget in row.rule.budgets:
+        costs.append(budget.costs(target, draft, rows_N, places_N))
     costs_BKA = torch.stack([cost_N.double() for cost_N in costs], -1).view(count, longest, -1)
     return costs_BKA.where(relaxed_BK.unsqueeze(-1), 0.0).sum(1)
 

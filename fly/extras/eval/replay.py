@@ -308,9 +308,9 @@ class Blocks:
         except Unknown as error:
             raise Unknown(error.reason, policy) from None
         relaxes_BK, costs = verdict.why_BK == int(Why.RELAXED), {}
-        for budget in () if policy.relaxation is None else policy.relaxation.budgets:
+        for budget in policy.budgets:
             cost_BK = torch.zeros(relaxes_BK.shape)
-            cost_BK[relaxes_BK] = budget.cost(target, draft, *relaxes_BK.nonzero().unbind(1)).float()
+            cost_BK[relaxes_BK] = budget.costs(target, draft, *relaxes_BK.nonzero().unbind(1))
             costs[budget.label] = cost_BK
         return verdict.accepted_B, relaxes_BK, costs
 
