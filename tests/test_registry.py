@@ -244,7 +244,7 @@ def test_entry_points_join_the_registry(monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(ValueError, match="taken"):
             policy_types()
         install(monkeypatch, policies={"x": "Config"})
-        with pytest.raises(ValueError, match="must be a dataclass .*, got <class"):
+        with pytest.raises(ValueError, match=r"must be a dataclass .*, got <class"):
             policy_types()
         install(monkeypatch, policies={"x": "FINISHED"})
         path = f"{__name__}:FINISHED"  # which texts may name
