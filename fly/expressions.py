@@ -147,7 +147,8 @@ class Source:
         choices = self.registry.choices()
         hint = did_you_mean(name, [choice for names in choices.values() for choice in names])
         choices_text = ", ".join(f"{title}: {list(names)}" for title, names in choices.items())
-        raise self.error(f"{name!r} is unknown{hint or f'; {choices_text}{self.registry.more}'}")
+        yours = ", or one of yours, as 'module:Class'" if self.trusted else ""
+        raise self.error(f"{name!r} is unknown{hint or f'; {choices_text}{self.registry.more}{yours}'}")
 
     def argument(self, given: Any, hint: Any) -> Any:
         """Return the value of an argument whose parameter has the annotation ``hint``."""
