@@ -1,7 +1,8 @@
 """The whole of fly on one page: propose, score, verify, commit. For one text at a time, without a cache.
 
 The engine gives the same tokens, for many texts at once and much faster (tests/test_one_page.py). Run this file:
-``python examples/one_page.py "fly(theta=0.2)" 0.7``, with any rule and any temperature.
+``python examples/one_page.py "fly(theta=0.2)" 0.7``, with any temperature, and any rule but those that read the draft's
+logits or what relaxed tokens cost before (nats).
 
 Shape legend: B = 1 row, K drafted tokens, V vocabulary, T tokens of a text.
 """

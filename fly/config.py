@@ -226,7 +226,11 @@ class OfRanks(TypedDict, total=False):
 
     draft_placement: Annotated[
         Placement,
-        Field(default="auto", description="Where a draft given as text runs (``fly.parallel.place_draft``)."),
+        Field(
+            default="auto",
+            description="Where a draft given as text runs: replicated, sharded (as the target), or auto, whichever is "
+            "faster.",
+        ),
     ]
     whole_sums: Annotated[
         bool,

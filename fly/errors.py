@@ -102,7 +102,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a question whether ``word`` means a similar name in ``known``; an empty text if none is similar."""
     known = list(known)
     synonym = _ELSEWHERE.get(word)
-    matches = [synonym] if synonym in known else difflib.get_close_matches(word, known, 1)
+    matches = [synonym] if synonym in known else difflib.get_close_matches(word, known, 1, cutoff=0.65)
     return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 

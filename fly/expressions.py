@@ -82,7 +82,9 @@ class Registry:
         for group, base in self.groups.items():
             for entry in entry_points(group=group):
                 plugin, source = entry.load(), f"entry point {entry.name} = {entry.value}"
-                self._check(plugin, source)
+                if isinstance(plugin, self.bases):
+                    raise ValueError(f"{source}: must be {self.wanted}; {plugin} is an instance: name {entry.value!r}")
+                self._check(plugin, source, self.wanted)
                 if not issubclass(plugin, base):
                     right_group = next(name for name, other in self.groups.items() if issubclass(plugin, other))
                     raise ValueError(
@@ -104,12 +106,12 @@ class Registry:
             error_prefix = "" if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: "
             raise ValueError(f"{self.kind} {path!r} cannot be imported: {error_prefix}{error}") from error
         if not isinstance(attribute, self.bases):
-            self._check(attribute, path)
+            self._check(attribute, path, f"{self.wanted}, or an instance of one")
         return attribute
 
-    def _check(self, found: object, source: str) -> None:
+    def _check(self, found: object, source: str, wanted: str) -> None:
         if not (isinstance(found, type) and issubclass(found, self.bases) and self.usable(found)):
-            raise ValueError(f"{source}: must be {self.wanted}, or an instance of one, got {found!r}")
+            raise ValueError(f"{source}: must be {wanted}, got {found!r}")
 
 
 @dataclass
@@ -145,7 +147,8 @@ class Source:
         choices = self.registry.choices()
         hint = did_you_mean(name, [choice for names in choices.values() for choice in names])
         choices_text = ", ".join(f"{title}: {list(names)}" for title, names in choices.items())
-        raise self.error(f"{name!r} is unknown{hint or f'; {choices_text}{self.registry.more}'}")
+        yours = ", or one of yours, as 'module:Class'" if self.trusted else ""
+        raise self.error(f"{name!r} is unknown{hint or f'; {choices_text}{self.registry.more}{yours}'}")
 
     def argument(self, given: Any, hint: Any) -> Any:
         """Return the value of an argument whose parameter has the annotation ``hint``."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from fly.policies import (
@@ -22,6 +24,7 @@ from fly.policies import (
     FLy,
     LossySampling,
     Phase,
+    draft_log_probs,
     parse_policy,
     policy_types,
     verify,
@@ -499,6 +502,30 @@ def test_a_decision_never_asks_the_host(policy: AcceptancePolicy, kind: str, sto
         verdict = verify(policy, target, draft, noise)
         assert verdict.accepted_B.shape == verdict.next_token_B.shape == (rows,)
         assert verdict.accepted_B.device.type == "meta"
+
+
+@given(
+    st.tuples(st.floats(0, 0.999), st.just(1.0)) | st.tuples(st.just(0.0), st.floats(0.41, 1)),
+    st.sampled_from(["heuristic", "lossless"]),
+)
+@settings(max_examples=6)
+def test_a_rule_that_trusts_drafts_of_some_sureness_changes_the_text(sure: tuple[float, float], declared: str) -> None:
+    """At temperature 0 the drafts of the exact sum are hardly sure to certain, so a threshold anywhere shows."""
+
+    @dataclass(frozen=True)
+    class Trusting(Exact):
+        guarantee = Guarantee(declared)
+
+        def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+            chance_BK = draft_log_probs(draft)[0].exp()
+            trusts_BK = (chance_BK >= sure[0]) & (chance_BK <= sure[1]) & target.greedy_B.unsqueeze(1)
+            return torch.where(trusts_BK, 1.0, super().accept_probs(target, draft))
+
+    if declared == "lossless":
+        with pytest.raises(ConformanceError, match="declared lossless, but at temperature 0 draft"):
+            check_guarantee(Trusting())
+    else:
+        assert "at temperature 0 draft" in check_guarantee(Trusting())
 
 
 def test_asking_the_host_is_noticed() -> None:

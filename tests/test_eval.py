@@ -450,6 +450,9 @@ def test_a_report_says_what_would_mislead(tmp_path: Path) -> None:
         assert any(
             "†" in note and "'over exact' includes" in note for note in _notes(tmp_path, [table], Records({}, {}, {}))
         ) == bool(others)
+    both = _notes(tmp_path, [table, replace(table, temperature=0.7)], Records({}, {}, {}))
+    assert len(both) == 2 * len(_notes(tmp_path, [table], Records({}, {}, {})))  # each says of which temperature it is
+    assert all(" at temperature 0:" in note or " at temperature 0.7:" in note for note in both)
     assert "cut" in columns(table)["Answers"] and "no entropy gate" in legend([table])
     (facts,) = found.environments
     drafts = "".join(f"; draft {name}, kernels {facts['kernels']} in float32" for name in fields["drafts"])

@@ -91,6 +91,8 @@ def test_a_plot_is_svg(command: str, tmp_path: Path) -> None:
         ("--draft", "ngrm", "'ngrm' is unknown (did you mean 'ngram'?)"),
         ("--model", "fly-taget", "is neither a bundled checkpoint (did you mean 'fly-target'?), nor a directory"),
         ("--policy", "qqqqq", "'qqqqq' is unknown; policies"),
+        ("--policy", "naive", "'window'], or one of yours, as 'module:Class'"),  # and not "did you mean 'above'?"
+        ("--draft", "qqqqq", "or one of yours, as 'module:Class'"),
     ],
 )
 def test_a_typing_error_gets_a_suggestion(options: tuple[str, str, str]) -> None:

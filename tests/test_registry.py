@@ -244,8 +244,13 @@ def test_entry_points_join_the_registry(monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(ValueError, match="taken"):
             policy_types()
         install(monkeypatch, policies={"x": "Config"})
-        with pytest.raises(ValueError, match="must be a dataclass"):
+        with pytest.raises(ValueError, match=r"must be a dataclass .*, got <class"):
             policy_types()
+        install(monkeypatch, policies={"x": "FINISHED"})
+        path = f"{__name__}:FINISHED"  # which texts may name
+        with pytest.raises(ValueError, match=f"must be a dataclass .* is an instance: name '{path}'"):
+            policy_types()
+        assert parse_policy(path, trusted=True) == FINISHED
         for wrong, right, value in (("policies", "conditions", "PluggedGate"), ("conditions", "policies", "Plugged")):
             install(monkeypatch, **{wrong: {"x": value}})
             with pytest.raises(ValueError, match=f"'fly.{wrong}', .* stands in 'fly.{right}'"):

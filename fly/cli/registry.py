@@ -111,8 +111,7 @@ def policies(
         str | None, typer.Argument(help="Show this one: a policy, a condition, a preset, module:Class, an expression.")
     ] = None,
 ) -> None:
-    """List the acceptance policies and conditions that --policy knows, with what each promises and whether compiled
-    code decides by it on a CPU; or show one."""
+    """List the rules and conditions that --policy knows, what each promises and which are compiled; or show one."""
     if name is not None:
         show_policy(name)
         return

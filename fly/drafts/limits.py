@@ -25,7 +25,7 @@ def check_draft(draft: object, max_len: list[int], vocabulary: int, name: str) -
     Raises ``ValueError`` that names the strategy, what it proposed, and what it should have proposed.
     """
     if not isinstance(draft, Draft):
-        raise ValueError(f"{name} proposed {draft!r}, not a Draft")
+        raise ValueError(f"{name} proposed {draft!r}, not a Draft, which fly.drafts.pad makes")
     if isinstance(draft, ListedDraft):
         rows, padded = draft.shape
         if rows != len(max_len):

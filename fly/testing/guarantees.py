@@ -324,8 +324,8 @@ def _greedy(policy: AcceptancePolicy, longest: int, vocab: int, last: int) -> It
     # The logits at position j depend on the drafted prefix, like a model's.
     logits = drafts.look_up([torch.randn(vocab**j, vocab, generator=generator) for j in range(longest + 1)])
     target, draft = Target(logits, history=[[last]] * rows), Draft(drafts.tokens_NK, torch.full((rows,), longest))
-    draft = replace(draft, logits_BKV=make_draft_logits(draft, vocab))
-    for coin in (0.0, 0.5, 1 - TICK):  # coins must not matter
+    for surer, coin in enumerate((0.0, 0.3, 0.6, 1 - TICK)):  # coins must not matter
+        draft = replace(draft, logits_BKV=make_draft_logits(draft, vocab, surer))
         case = Case(target, draft, Noise(torch.full((rows, longest), coin), torch.full((rows,), coin)))
         emitted = ([*text[:n], token] for text, (n, token, _) in zip(texts, case.outcomes(policy)))
         pairs = [(text, out, path[: len(out)]) for text, out, path in zip(texts, emitted, target.argmax_BK.tolist())]

@@ -278,7 +278,9 @@ class Plan(BaseModel):
     def _can_be_recorded(self) -> Plan:
         if self.record and 0.0 not in self.temperatures:
             raise PlacedError(
-                f"record: blocks are recorded at temperature 0, which {self.temperatures} leave out", "record"
+                "record: blocks are recorded at temperature 0 alone, and the temperatures are "
+                f"{list(self.temperatures)}",
+                "record",
             )
         if self.record and self.together > 1:
             raise PlacedError(

@@ -460,64 +460,64 @@ def _notes(folder: Path, tables: list[Table], records: Records) -> list[str]:
         ]
         notes.append(f"{folder}: made by {len(kinds)} different setups: {'; '.join(kinds)}")
     notes += _notes_of_server(tables, records)
+    several_temperatures = len({table.temperature for table in tables}) > 1
     for table in tables:
         if table.group:
             continue
+        task = f"{table.task} at temperature {table.temperature:g}" if several_temperatures else table.task
         if table.makers > 1:
             notes.append(
-                f"{table.task}: decoded by {table.makers} actors or setups; speeds over AR and over exact compare the "
+                f"{task}: decoded by {table.makers} actors or setups; speeds over AR and over exact compare the "
                 f"{table.timed} of {table.rows[0].problems} problems that one of them decoded in every way, in turns; "
                 "tok/s is of all"
             )
         if table.unfinished:
-            notes.append(
-                f"{table.task}: {table.unfinished} problems lack some way and are left out; the run is not over"
-            )
+            notes.append(f"{task}: {table.unfinished} problems lack some way and are left out; the run is not over")
         if most := max(row.cut for row in table.rows):
             way = next(row for row in table.rows if row.cut == most)
             notes.append(
-                f"{table.task}: up to {most} of {way.completions} answers ({way.way}) were cut at their limit of "
+                f"{task}: up to {most} of {way.completions} answers ({way.way}) were cut at their limit of "
                 "tokens, and are scored as they are: --max-tokens raises it"
             )
         if unlike_rows := table.other_stops:
             stops = ", ".join(f"{row.way} ({row.reach:g})" for row in unlike_rows)
             exact = next(row for row in table.rows if row.way == table.best_exact)
             notes.append(
-                f"{table.task}: † drafts stop by themselves at another chance of being kept (reach) under {stops} than "
+                f"{task}: † drafts stop by themselves at another chance of being kept (reach) under {stops} than "
                 f"under {exact.way} ({exact.reach:g}), which 'over exact' includes; a draft such as 'ngram+model(NAME, "
                 f"reach={exact.reach:g})' stops alike under all rules"
             )
         if (lacking := UNREAD.get(table.scorer)) and any(row.unread for row in table.rows):
             counts = ", ".join(f"{row.way} {row.unread} of {row.completions}" for row in table.rows if row.unread)
-            notes.append(f"{table.task}: answers without a {lacking} count as wrong: {counts}")
+            notes.append(f"{task}: answers without a {lacking} count as wrong: {counts}")
         if table.unscored:
             notes.append(
-                f"{table.task}: {table.unscored} answers are not scored: a run scores them when all are decoded, and "
+                f"{task}: {table.unscored} answers are not scored: a run scores them when all are decoded, and "
                 "runs programs only with --run-code"
+            )
+        if in_python := ", ".join(
+            f"{row.way} {row.python:.0%}" for row in table.rows if row.python and not row.recorded
+        ):
+            notes.append(
+                f"{task}: rounds decided in Python, which takes longer than compiled code: {in_python}; 'at no cost' "
+                "is the speed without that"
             )
         for row in table.rows:
             if row.recorded:
                 stop = "; its drafts stop by themselves; 'model(NAME)' or 'block(NAME)' records longer ones for replays"
                 notes.append(
-                    f"{table.task}, {row.way}: its blocks were recorded, so its rounds were taken one by one and "
+                    f"{task}, {row.way}: its blocks were recorded, so its rounds were taken one by one and "
                     "decided in Python: that speed is not shown, and no way is compared with it (over exact); 'at no "
                     f"cost' is its speed without decisions{stop if row.reach else ''}"
                 )
-            elif row.python:
-                notes.append(
-                    f"{table.task}, {row.way}: {row.python:.0%} of its rounds were decided in Python, which takes "
-                    "longer than compiled code; 'at no cost' is its speed without that"
-                )
             for gate, (mismatches, passed) in row.gates.items():
                 if mismatches >= 20 and not passed:
-                    notes.append(
-                        f"{table.task}, {row.way}: {gate} never held ({mismatches} mismatches): nothing is relaxed"
-                    )
+                    notes.append(f"{task}, {row.way}: {gate} never held ({mismatches} mismatches): nothing is relaxed")
         if (target_accuracy := table.rows[0].accuracy) and not target_accuracy.value:
             alone = "the target alone" if table.reference == AUTOREGRESSIVE else "exact speculation"
             no_refusals = "refuses nothing here, so there is no refusal to keep"
             nothing_right = "answers nothing right here, so no rule can lose anything, and recovery has no value"
-            notes.append(f"{table.task}: {alone} {no_refusals if table.refusals else nothing_right}")
+            notes.append(f"{task}: {alone} {no_refusals if table.refusals else nothing_right}")
     return list(dict.fromkeys(notes))
 
 
