@@ -214,9 +214,9 @@ class EngineOptions(TypedDict, total=False):
         str,
         Field(
             default="auto",
-            description="What runs on the CPU: auto, torch, amx, avx512bf16, avx512, avx2; int8: weights of 8 bits (on "
-            "CUDA by torchao); w8a8: weights and activations; w4a8: weights of 4 bits, but the head's of 8; stored: a "
-            "GGUF file's blocks, which auto takes for such a file. On CUDA also int4: layers' weights of 4 bits.",
+            description="What runs on the CPU: auto, torch, amx, avx512bf16, avx512, avx2; w8a8: weights and "
+            "activations of 8 bits; w4a8: weights of 4 bits, but the head's of 8; stored: a GGUF file's blocks, which "
+            "auto takes for such a file. On CUDA int8: weights of 8 bits, by torchao; int4: layers' weights of 4 bits.",
         ),
     ]
 

@@ -142,7 +142,7 @@ class LLM:
 
     A draft that is loaded by its name has the target's dtype, device and kernels, or four bits if it is large and the
     target's kernels are compiled (``fly.backends.load``); its own text may say otherwise, as
-    ``"model(fly-draft, kernels=int8)"`` does, and so may this call if ``model`` is loaded already. A loaded model keeps
+    ``"model(fly-draft, kernels=w8a8)"`` does, and so may this call if ``model`` is loaded already. A loaded model keeps
     its kernels (``fly.backends.executor_of`` gives it others). With a loaded ``model`` and no draft to load by its
     name, another dtype than the model's, or other kernels, are errors.
 

@@ -18,9 +18,9 @@ from fly.runner.request import Row
 from fly.runner.sampling import BatchSampling
 
 VARIANTS = [name for name in available() if name != "torch"]
-INT8, W8A8, W4A8, W4 = ([f"{name}-{kind}" for name in VARIANTS] for kind in ("int8", "w8a8", "w4a8", "w4"))
+W8A8, W4A8, W4 = ([f"{name}-{kind}" for name in VARIANTS] for kind in ("w8a8", "w4a8", "w4"))
 GROUPED = [*W4A8, *W4]
-NARROW = [*INT8, *W8A8, *GROUPED]
+NARROW = [*W8A8, *GROUPED]
 built = pytest.mark.skipif(not VARIANTS, reason=why_not() or "compiled kernels are here")
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -58,7 +58,7 @@ STAGES = [
     Stage("fly-draft"),
     Stage("fly-draft", served=True),
     Stage(EAGLE, "avx2"),
-    Stage("ngram+model(fly-tiny)", "int8", served=True),
+    Stage("ngram+model(fly-tiny)", "w4a8", served=True),
     Stage("suffix+fly-draft", "w8a8"),
     Stage("adaptive(tree(fly-draft, nodes=9, depth=4, width=3))", served=True),
 ]

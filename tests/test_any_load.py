@@ -22,7 +22,7 @@ from fly.types import Guarantee
 from tests.conftest import SANITIZER
 
 VARIANTS = [name for name in available() if name != "torch"]
-KERNELS = [*VARIANTS, *(f"{name}-{narrow}" for narrow in ("int8", "w8a8", "w4a8", "w4") for name in VARIANTS)]
+KERNELS = [*VARIANTS, *(f"{name}-{narrow}" for narrow in ("w8a8", "w4a8", "w4") for name in VARIANTS)]
 pytestmark = pytest.mark.skipif(not VARIANTS, reason=why_not() or "compiled kernels are here")
 
 # A bare name drafts as well as it can: with prompt lookup below it, and stopping by itself.

@@ -52,7 +52,7 @@ def pytorch_twin(head: DFlashHead, kernels: str) -> TorchDFlashHead:
     def take(linear: nn.Linear, given: tuple[Tensor]) -> tuple[Tensor]:
         (x,) = given
         width = None if ending == "w8a8" else 32
-        return (x if ending == "int8" else in_steps(x.flatten(0, -2), width).float().view_as(x),)
+        return (in_steps(x.flatten(0, -2), width).float().view_as(x),)
 
     def keys_and_values(attention: Any, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor]:
         return attention.project(x_TC, cos_T1D, sin_T1D)[1:]  # through ``take``
@@ -112,7 +112,7 @@ class Texts:
 def near(found: Tensor, wanted: Tensor, kernels: str) -> bool:
     """Whether values are those of the twin, to float32's rounding. Inputs of 8 bits may lie so near the middle of two
     steps that the twin takes the other one."""
-    allowed = 3e-2 if split(kernels)[1] not in ("", "int8") else 2e-4
+    allowed = 3e-2 if split(kernels)[1] else 2e-4
     return float((found - wanted).norm() / wanted.norm()) < allowed
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from fly import LLM, SamplingParams
 from fly.backends import choice, executor_of
-from fly.backends.cpu import available, chosen, library, why_not
+from fly.backends.cpu import PackedLlama, available, chosen, library, why_not
 from fly.backends.cpu.host import uniforms as host_uniforms
 from fly.backends.cpu.packed import pool_threads
 from fly.backends.torch import TorchExecutor
@@ -31,9 +32,9 @@ from fly.models.loading import Loading
 from fly.ops import Stream, uniforms
 from fly.runner.executor import Batch
 from tests.kernels import (
-    INT8,
     NARROW,
     VARIANTS,
+    W4A8,
     built,
     same_bits,
 )
@@ -50,9 +51,9 @@ def test_kernels_are_chosen_by_argument_then_variable_then_processor(monkeypatch
         monkeypatch.setenv("FLY_KERNELS", name)
         assert chosen() == name and chosen("torch") == "torch"
     for name in VARIANTS:
-        for kind in ("int8", "w8a8"):
+        for kind in ("w8a8", "w4a8"):
             assert chosen(f"{name}-{kind}") == f"{name}-{kind}" and chosen(kind) == f"{VARIANTS[0]}-{kind}"
-    for wrong in ("torch-int8", "int4", "int8-int8", "w8a8-int8") if VARIANTS else ("int8",):
+    for wrong in ("torch-w8a8", "w8a8-w8a8", "w4a8-w8a8") if VARIANTS else ("w8a8",):
         told = "unknown" if VARIANTS else "not available here"
         with pytest.raises(ValueError, match=rf"kernels '{wrong}' is {told}; choices: .*'torch'\]"):
             chosen(wrong)
@@ -84,7 +85,7 @@ def test_a_large_draft_has_four_bits_unless_it_is_told_otherwise(kernels: str, m
     prompt, params = [[1, 2, 3]], SamplingParams(max_tokens=12, temperature=0.0)
     plain = LLM("fly-tiny", device="cpu", kernels=kernels)
     texts = [plain.generate(prompt, params)[0].token_ids]
-    for draft, expected in (("fly-tiny", "w4"), ("ngram+model(fly-tiny, kernels=int8)", "int8")):
+    for draft, expected in (("fly-tiny", "w4"), ("ngram+model(fly-tiny, kernels=w4a8)", "w4a8")):
         llm = LLM(plain, draft)
         assert isinstance(llm.draft, SingleDraft)
         assert llm.draft.runner.executor.kernels == chosen(expected)
@@ -105,22 +106,47 @@ def test_a_large_draft_has_four_bits_unless_it_is_told_otherwise(kernels: str, m
 
 
 @built
-def test_the_draft_alone_may_have_int8_weights() -> None:
-    llm = LLM("fly-tiny", "model(fly-tiny, kernels=int8)", device="cpu")
+def test_the_draft_alone_may_have_narrow_weights() -> None:
+    llm = LLM("fly-tiny", "model(fly-tiny, kernels=w4a8)", device="cpu")
     assert isinstance(llm.draft, SingleDraft)
     kernels = [executor.kernels for executor in (llm.engine.runner.executor, llm.draft.runner.executor)]
-    assert kernels == [VARIANTS[0], INT8[0]]
+    assert kernels == [VARIANTS[0], W4A8[0]]
     prompt, params = [[1, 2, 3]], SamplingParams(max_tokens=12, temperature=0.0)
     plain = LLM("fly-tiny", device="cpu").generate(prompt, params)[0].token_ids
     assert llm.generate(prompt, params)[0].token_ids == plain
-    with pytest.raises(ValueError, match=r"kernels 'int8': compiled kernels take .*float16"):
-        LLM("fly-tiny", dtype="float16", kernels="int8", device="cpu")
+    with pytest.raises(ValueError, match=r"kernels 'w8a8': compiled kernels take .*float16"):
+        LLM("fly-tiny", dtype="float16", kernels="w8a8", device="cpu")
+
+
+@built
+@pytest.mark.parametrize(("ending", "instead"), [("int8", "w8a8"), ("int4", "w4a8")])
+def test_kernels_of_other_devices_are_refused_on_processors(
+    ending: str, instead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name, from every place that may name them, and the message says what takes as few bits."""
+    monkeypatch.delenv("FLY_KERNELS", raising=False)
+    choices = rf"\['auto', .*'{VARIANTS[0]}-{instead}'.*\]"
+    advice = rf" is unknown; choices: {choices}; instead of '{ending}', CPUs have '{instead}'$"
+    places: list[Callable[[str], object]] = [
+        chosen,
+        lambda kernels: LLM("fly-tiny", kernels=kernels, device="cpu"),
+        lambda kernels: LLM("fly-tiny", f"model(fly-tiny, kernels={kernels})", device="cpu"),
+        lambda kernels: PackedLlama(random_llama(0), kernels),
+    ]
+    for wrong in (ending, f"{VARIANTS[0]}-{ending}", f"torch-{ending}"):
+        for place in places:
+            with pytest.raises(ValueError, match=f"kernels '{wrong}'{advice}"):
+                place(wrong)
+        monkeypatch.setenv("FLY_KERNELS", wrong)
+        with pytest.raises(ValueError, match=f"FLY_KERNELS={wrong}{advice}"):
+            LLM("fly-tiny", device="cpu")
+        monkeypatch.delenv("FLY_KERNELS")
 
 
 def test_kernels_that_this_processor_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_built", lambda: {"avx1024": "it lacks them", "avx2": ""})
     assert available() == ["avx2", "torch"] and library.variant_number("avx2") == 1
-    for wanted in ("avx1024", "avx1024-int8"):
+    for wanted in ("avx1024", "avx1024-w8a8"):
         with pytest.raises(ValueError, match=f"{wanted}' is not available here; .*it lacks them"):
             chosen(wanted)
     with pytest.raises(ValueError, match=r"'avx3' is unknown; choices: [^(]*$"):

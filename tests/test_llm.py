@@ -465,7 +465,7 @@ def test_a_draft_may_have_kernels_and_dtype_of_its_own() -> None:
     best, hooked = available()[0], random_llama(2, VOCAB, hidden=32, heads=2, kv_heads=1, layers=1, max_positions=128)
     hooked.norm.register_forward_hook(lambda *_: None)
     for llm, wanted in (
-        (LLM(target, "model(fly-draft, kernels=int8)"), (f"{best}-int8", "bfloat16")),
+        (LLM(target, "model(fly-draft, kernels=w4a8)"), (f"{best}-w4a8", "bfloat16")),
         (LLM(target, "model(fly-draft, dtype=float32)"), (f"{best}-w8a8", "float32")),
         (LLM(target, "fly-draft", kernels="torch", dtype="float16"), ("torch", "float16")),
         (LLM(target, SingleDraft("fly-draft", kernels=best)), (best, "bfloat16")),
@@ -475,7 +475,7 @@ def test_a_draft_may_have_kernels_and_dtype_of_its_own() -> None:
         assert llm.computed[1] == wanted
     # Without a draft to load by its name there is nothing that could have them.
     for draft, options, told in (
-        (None, {"kernels": "int8"}, "kernels 'int8': this model was loaded for '.*-w8a8'"),
+        (None, {"kernels": "w4a8"}, "kernels 'w4a8': this model was loaded for '.*-w8a8'"),
         (SingleDraft("fly-draft"), {"dtype": "float32"}, "dtype 'float32': this model was loaded in torch.bfloat16"),
     ):
         with pytest.raises(ValueError, match=told):

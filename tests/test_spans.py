@@ -47,8 +47,8 @@ SOURCES = Path(library.__file__).with_name("src")
 
 
 def packing() -> None:
-    """Models in int8, in blocks and as they are, with the embedding apart and without."""
-    PackedLlama(random_llama(0, layers=1), f"{VARIANTS[0]}-int8")
+    """Models in w8a8, in blocks and as they are, with the embedding apart and without."""
+    PackedLlama(random_llama(0, layers=1), f"{VARIANTS[0]}-w8a8")
     family = random_llama(0, layers=1, tied=True)
     family.layers[0].self_attn.o_proj.bias = torch.nn.Parameter(torch.ones(32), requires_grad=False)
     PackedLlama(family, VARIANTS[0]).embedding()

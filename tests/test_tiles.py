@@ -23,7 +23,7 @@ from tests.sanitizers import COMPILER, build
 from tests.toys import PLAIN, build_llama, llama_configs, random_llama
 from tests.twins import Twin, assert_within
 
-ENDINGS = ["", "-int8", "-w8a8", "-w4a8", "-w4"]
+ENDINGS = ["", "-w8a8", "-w4a8", "-w4"]
 # Outputs and inputs: of no whole tile, to be shared out among threads, and as many as real models have.
 SIZES = [(101, 72), (2100, 512), (151_936, 32), (64, 8960)]
 

@@ -81,7 +81,7 @@ class _Cached(DenseCausal):
 
 def rounded_weight(weight_NK: Tensor, ending: str, head: bool) -> Tensor:
     """What kernels take a matrix for, float64 [N, K]."""
-    if ending in ("int8", "w8a8"):
+    if ending == "w8a8":
         whole_NK, scale_N = int8_weights(weight_NK)
         return whole_NK * scale_N.double().unsqueeze(1)
     if ending in ("w4a8", "w4"):
@@ -105,7 +105,7 @@ class Twin:
         variant, ending = split(kernels)
         self.config, self.angles, self.stored = reference.config, angles, reference.dtype
         self.pairs = variant in ("amx", "avx512bf16")  # such kernels multiply pairs of bfloat16
-        self.whole = ending not in ("", "int8")  # whether products take whole steps
+        self.whole = ending != ""  # whether products take whole steps
         self.width = None if ending == "w8a8" else 32  # how many inputs share a step
         halves = self.pairs and (ending or reference.dtype == torch.bfloat16)
         self.taken = torch.bfloat16 if halves or (variant == "avx512" and self.whole) else torch.float32

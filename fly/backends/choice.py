@@ -233,11 +233,12 @@ def _room_for(
 ) -> AbstractContextManager[None]:
     """Return a context for loading a checkpoint. If memory runs out there, the error says how much is needed, and what
     to do."""
-    narrow = kernels.rpartition("-")[2] in (*NARROW, "int4")
+    narrow = kernels.rpartition("-")[2] in (*NARROW, "int8", "int4")
     needed, rounded = (weight_bytes(checkpoint.config, dtype.itemsize, small) for small in (narrow, True))
     if kernels.endswith("stored") or uses_blocks(checkpoint, device, kernels):
         needed = max_stored_bytes(checkpoint)
-    rounding = "" if narrow else f"kernels='w8a8' (or 'int8') needs {rounded / 1e9:.2f} GB; otherwise "
+    eight_bits = "w8a8" if device.type == "cpu" else "int8"
+    rounding = "" if narrow else f"kernels={eight_bits!r} needs {rounded / 1e9:.2f} GB; otherwise "
     advice = f"{rounding}close other programs, raise the limit (ulimit -v, the container's), or take a smaller model"
     files = checkpoint.weight_files() if isinstance(checkpoint, Directory) else []
     mapped = max((file.stat().st_size for file in files), default=0)  # a file is mapped while its header is read

@@ -63,7 +63,7 @@ def show_model(name: str) -> None:
     config, dtype = checkpoint.config, resolve_dtype("auto", checkpoint.raw)
     count, itemsize = weight_bytes(config, 1), dtype.itemsize
     dtype_name = str(dtype).removeprefix("torch.")
-    sizes = {dtype_name: count * itemsize, "int8 or w8a8": weight_bytes(config, itemsize, True)}
+    sizes = {dtype_name: count * itemsize, "w8a8, or int8 on CUDA": weight_bytes(config, itemsize, True)}
     stored, blocks = _storage(checkpoint)
     computed = dtype_name
     if blocks:

@@ -271,7 +271,7 @@ def _supported(raw: dict[str, Any], source: str) -> Family:
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
         raise CheckpointError(
             f"{source}: weights quantised by {method!r} are not supported; take the unquantised checkpoint (kernels="
-            "'int8' or 'w8a8', or 'int4' on CUDA, round it as it is loaded), or a GGUF file"
+            "'w8a8', or 'int8' or 'int4' on CUDA, round it as it is loaded), or a GGUF file"
         )
     experts = any(raw.get(name) for name in _EXPERTS)
     if (family := family_of(architectures)) is not None and not experts:

@@ -70,7 +70,8 @@ def load(
         return parts[-1]
 
     def read() -> Llama:
-        int8 = wants_int8(kernels, resolve_device(device))  # bad kernels are an error before anything is read
+        if not (int8 := wants_int8(kernels, resolve_device(device))):
+            chosen(kernels)  # raise an error for bad kernels before anything is read
         loading = Loading(path, dtype, device, part=part)
         return with_int8_weights(loading) if int8 else loading.load_all()
 

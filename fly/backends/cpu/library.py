@@ -25,15 +25,16 @@ __all__ = [
     "variant_number", "why_not",
 ]  # fmt: skip
 
-_ABI = 45  # the number in src/library.cpp; a library with another number is refused
+_ABI = 46  # the number in src/library.cpp; a library with another number is refused
 _VARIABLE = "FLY_KERNELS"
 _LACKS = "this processor lacks some of its instructions"  # src/fly.h: LACKS
 TORCH = "torch"
 # Endings of kernels that round any model's weights: those for every model, and those for drafts only.
-FOR_ALL = "int8", "w8a8", "w4a8"
+FOR_ALL = "w8a8", "w4a8"
 FOR_DRAFTS = ("w4",)
 ROUNDINGS = *FOR_ALL, *FOR_DRAFTS
 NARROW = *ROUNDINGS, "stored"
+_INSTEAD = {"int8": "w8a8", "int4": "w4a8"}  # of kernels that no CPU has, those with as many bits
 
 
 class Span(ctypes.Structure):
@@ -418,8 +419,7 @@ def chosen(kernels: str = "auto") -> str:
     FLY_KERNELS or, without one, the best kernels available. A compiled variant may have one of these endings, which say
     how weights are stored. An ending alone means the best variant with that ending.
 
-    - ``-int8``: weights of 8 bits;
-    - ``-w8a8``: activations of 8 bits too;
+    - ``-w8a8``: weights and activations of 8 bits;
     - ``-w4a8``: weights of 4 bits in groups of 32; the head's weights have 8 bits;
     - ``-w4``: the head's weights have 4 bits too; for drafts, as a large head has logits for likely tokens only;
     - ``-stored``: weights as a GGUF file stores them.
@@ -440,6 +440,8 @@ def chosen(kernels: str = "auto") -> str:
         known = ["auto", *choices[:-1], *(NARROW if narrow else []), *narrow, TORCH]
         of_targets = [name for name in known if not is_for_drafts(name)]
         more = f"; for drafts also {[name for name in known if is_for_drafts(name)]}" if narrow else ""
+        if narrow and (ending := wanted.rpartition("-")[2]) in _INSTEAD:
+            more += f"; instead of {ending!r}, CPUs have {_INSTEAD[ending]!r}"
         problem = "is not available here" if reason else "is unknown"
         raise ValueError(f"{source} {problem}; choices: {of_targets}{more}{f' ({reason})' if reason else ''}")
     return wanted

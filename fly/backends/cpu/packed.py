@@ -37,7 +37,7 @@ __all__ = [
 ]  # fmt: skip
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}  # src/interface.h: Type
-TYPES_OF_ENDINGS = {"int8": 2, "w8a8": 3, "w4a8": 4, "w4": 4, "stored": 4}
+TYPES_OF_ENDINGS = {"w8a8": 2, "w4a8": 3, "w4": 3, "stored": 3}
 _FLOATS = [torch.float32, torch.bfloat16]
 WIDEST_HEAD = 1024
 # Numbers of matrices (src/models.cpp: fly_set_matrix).
@@ -122,12 +122,10 @@ class PackedLlama:
     Only the embedding table of ``model`` is kept, unless it is tied to the head; then nothing is. The ending of
     ``variant`` says how the matrices are stored:
 
-    - ``int8``: weights are rounded by ``int8_weights``, and so is an embedding that is tied to the head. All else stays
-      the same, except that ``avx512bf16`` and ``amx`` compute with activations in bfloat16 even if the model is in
-      float32.
-    - ``w8a8``: weights as for ``int8``. Each token's inputs to a matrix are rounded too, to whole numbers from -127 to
-      127 times a scale (dynamic quantisation by token, as in arXiv 2206.01861, section 3.1; on AVX-512 they are rounded
-      to bfloat16 first). Products then multiply whole numbers, and are exact.
+    - ``w8a8``: weights are rounded by ``int8_weights``, and so is an embedding that is tied to the head. Each token's
+      inputs to a matrix are rounded to whole numbers from -127 to 127 times a scale (dynamic quantisation by token, as
+      in arXiv 2206.01861, section 3.1; on AVX-512 they are rounded to bfloat16 first). Products multiply whole numbers,
+      and are exact.
     - ``w4a8``: matrices of layers are rounded by ``fly.backends.cpu.blocks.four_bits``. The head is rounded by
       ``eight_bits``, because its errors go straight into the logits. Inputs are rounded as for ``w8a8``, but with a
       scale for every 32 inputs of a token.
@@ -257,7 +255,7 @@ class PackedLlama:
             bias_N = None if linear.bias is None else _float(linear.bias)
             if parts is None:
                 weight_NK, scale_N = linear.weight.detach().contiguous(), None
-                if self._narrow in ("int8", "w8a8"):
+                if self._narrow == "w8a8":
                     weight_NK, scale_N = int8_weights(weight_NK)
                 if not self._in_groups:
                     self.library.fly_set_matrix(self.handle, layer, which, weight_NK, bias_N, scale_N)

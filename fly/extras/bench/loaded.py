@@ -83,7 +83,7 @@ def shape_subject(name: str, like: Executor, kernels: str) -> Subject:
 def number_types(executor: Executor) -> dict[str, Any]:
     """Return the number types of a model: ``dtype``, in which it stores numbers; ``weight_bytes``, the bytes of one
     weight; and ``products``, the type that it multiplies."""
-    products = torch.int8 if split(executor.kernels)[1] not in ("", "int8") else executor.dtype
+    products = torch.int8 if split(executor.kernels)[1] else executor.dtype
     return {"dtype": executor.dtype, "weight_bytes": executor.weight_bytes, "products": products}
 
 

@@ -100,27 +100,12 @@ struct Float32 : Floats {
 };
 
 // Two inputs at a time. Their weights are widened.
-struct Widened : Floats {
-    static ALWAYS_INLINE void add(Vec& acc, const float* a, Pair b) {
-        acc = fma(set1(a[1]), b.second, fma(set1(a[0]), b.first, acc));
-    }
-};
-
-struct BFloat16 : Widened {
+struct BFloat16 : Floats {
     typedef uint16_t Weight;
     static constexpr int TYPE = BFLOAT16;
     static ALWAYS_INLINE Pair weights(const char* w, int j) { return pair((const uint16_t*)w + j * 16); }
-};
-
-struct Int8 : Widened {
-    typedef int8_t Weight;
-    static constexpr int TYPE = INT8;
-    static ALWAYS_INLINE Vec int8_floats(const char* w) {
-        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)w)));
-    }
-    static ALWAYS_INLINE Pair weights(const char* w, int j) {
-        const char* at = w + (j / 2) * 32 + (j % 2) * 8;
-        return {int8_floats(at), int8_floats(at + 16)};
+    static ALWAYS_INLINE void add(Vec& acc, const float* a, Pair b) {
+        acc = fma(set1(a[1]), b.second, fma(set1(a[0]), b.first, acc));
     }
 };
 

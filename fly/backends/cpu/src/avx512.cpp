@@ -14,24 +14,15 @@ using namespace fly;
 inline void st(uint16_t* p, Vec x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)rounded(x))); }
 
 // Two inputs at a time. Their weights are widened.
-struct Widened {
+struct BFloat16 {
+    typedef uint16_t Weight;
     typedef float Act, In, Sum;
     typedef Vec Sums;
+    static constexpr int TYPE = BFLOAT16;
     static constexpr Room MAX_BLOCK = {12, 1, 3};  // 32 registers: the sums, two a panel, and the operands, which are four
+    static ALWAYS_INLINE Pair weights(const char* w) { return pair((const uint16_t*)w); }
     static ALWAYS_INLINE Pair inputs(const In* a) { return {set1(a[0]), set1(a[1])}; }
     static ALWAYS_INLINE void add(Vec& acc, Pair x, Pair b) { acc = fma(x.second, b.second, fma(x.first, b.first, acc)); }
-};
-
-struct BFloat16 : Widened {
-    typedef uint16_t Weight;
-    static constexpr int TYPE = BFLOAT16;
-    static ALWAYS_INLINE Pair weights(const char* w) { return pair((const uint16_t*)w); }
-};
-
-struct Int8 : Widened {
-    typedef int8_t Weight;
-    static constexpr int TYPE = INT8;
-    static ALWAYS_INLINE Pair weights(const char* w) { return {int8_floats(w), int8_floats(w + 16)}; }
 };
 
 #include "decoder.h"

@@ -28,10 +28,7 @@ inline void st(uint8_t* p, Vec x) {  // to nearest, plus 128
 inline void st(int8_t* p, Vec x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))); }
 inline Vec ld_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 inline Vec nearest(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline Vec int8_floats(const char* w) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
-}
-inline Vec ld_int8(const int8_t* p) { return int8_floats((const char*)p); }
+inline Vec ld_int8(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
 typedef int32_t Four __attribute__((may_alias));
 // The same four bytes everywhere.
 inline __m512i fours(const void* from) {

@@ -14,30 +14,15 @@ using namespace fly;
 inline void st(uint16_t* p, Vec x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x)); }
 
 // Two inputs at a time, in products of bfloat16.
-struct Paired {
-    typedef uint16_t Act, In;
+struct BFloat16 {
+    typedef uint16_t Weight, Act, In;
     typedef float Sum;
     typedef Vec Sums;
+    static constexpr int TYPE = BFLOAT16;
     static constexpr Room MAX_BLOCK = ROOM;
+    static ALWAYS_INLINE __m512bh weights(const char* w) { return (__m512bh)_mm512_loadu_si512(w); }
     static ALWAYS_INLINE __m512bh inputs(const In* a) { return (__m512bh)fours(a); }
     static ALWAYS_INLINE void add(Vec& acc, __m512bh x, __m512bh b) { acc = _mm512_dpbf16_ps(acc, x, b); }
-};
-
-struct BFloat16 : Paired {
-    typedef uint16_t Weight;
-    static constexpr int TYPE = BFLOAT16;
-    static ALWAYS_INLINE __m512bh weights(const char* w) { return (__m512bh)_mm512_loadu_si512(w); }
-};
-
-// bfloat16 represents whole numbers up to 127 exactly, so widened int8 weights use the same products.
-struct Int8 : Paired {
-    typedef int8_t Weight;
-    static constexpr int TYPE = INT8;
-    static ALWAYS_INLINE __m512bh weights(const char* w) {
-        const __m512i below = _mm512_srli_epi32(_mm512_castps_si512(int8_floats(w)), 16);
-        const __m512i upper = _mm512_set1_epi32((int)0xffff0000), high = _mm512_castps_si512(int8_floats(w + 16));
-        return (__m512bh)_mm512_ternarylogic_epi32(high, upper, below, 0xea);  // a & b | c
-    }
 };
 
 template <>

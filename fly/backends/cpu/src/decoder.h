@@ -85,13 +85,11 @@ void work(Call* call, int thread) {
     const int type = call->model->shape.weights;
     if (type == BFLOAT16) return work<BFloat16, uint16_t>(call, thread);
     if (type == FLOAT32) return work<Float32, float>(call, thread);
-    if (type == INT8) return work<Int8>(call, thread);
     return type == W8A8 ? work<Whole8>(call, thread) : work<Grouped>(call, thread);
 }
 
 int activation_bytes(int weights) {
-    const size_t bytes[] = {sizeof(Float32::Act), sizeof(BFloat16::Act), sizeof(Int8::Act), sizeof(Whole8::Act),
-                            sizeof(Grouped::Act)};  // Type
+    const size_t bytes[] = {sizeof(Float32::Act), sizeof(BFloat16::Act), sizeof(Whole8::Act), sizeof(Grouped::Act)};  // Type
     return (int)bytes[weights];
 }
 

@@ -32,15 +32,15 @@ constexpr int MAX_THREADS = 64;
 constexpr int MAX_COUNT = 1 << 30;          // the upper bound of any count, so that two can be added
 constexpr int64_t BEYOND = 1LL << 62;  // more bytes than there can be
 
-// The order of values in a panel. ``step`` inputs of each output lie together, and ``together`` outputs side by side.
-// Inputs are padded with zeros to a multiple of ``whole``. Vector and tile instructions read the same panels, and 16
-// steps fill a tile (amx.cpp).
+// The order of values in a panel: step after step, and in each step output after output. A step is ``step`` inputs of an
+// output, in 4 bytes. Inputs are padded with zeros to a multiple of ``whole``. Vector and tile instructions read the same
+// panels, and 16 steps fill a tile (amx.cpp).
 struct Layout {
-    int step, together, whole;
+    int step, whole;
 };
 
 static constexpr Layout layout_of(int type) {
-    constexpr Layout layouts[] = {{1, PANEL, 1}, {2, 1, 32}, {2, PANEL / 2, 2}, {4, 1, 64}, {4, 1, 4}};  // by Type
+    constexpr Layout layouts[] = {{1, 1}, {2, 32}, {4, 64}, {4, 4}};  // by Type
     return layouts[type];
 }
 
@@ -81,7 +81,7 @@ struct Matrix {
     long panel_bytes;
     int n, k, panels;
     float* bias;      // [panels · 32] or null
-    float* scale;     // [panels · 32], int8 and W8A8: the weight is scale · data
+    float* scale;     // [panels · 32], W8A8: the weight is scale · data
     int32_t* offset;  // [panels · 32], W8A8: 128 · the sum of an output's data
     Strip* strips;    // [2 · panels], GROUPED; they lie in ``data`` one after another, ``panel_bytes`` on average
 };

@@ -31,10 +31,10 @@ struct Span {
     ALWAYS_INLINE Span first(int64_t n) const { return {at, n < count() ? n * (int64_t)sizeof(T) : bytes}; }
 };
 
-// W8A8 matrices hold int8 too. Their inputs are rounded to 8 bits row by row, so that products multiply whole numbers.
+// W8A8 matrices hold int8. Their inputs are rounded to 8 bits row by row, so that products multiply whole numbers.
 // GROUPED matrices hold unsigned numbers of 4 or 8 bits in groups along the input, each with a scale and a minimum;
 // their inputs are rounded to 8 bits in groups of 32.
-enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, W8A8 = 3, GROUPED = 4 };
+enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, W8A8 = 2, GROUPED = 3 };
 
 // The kinds of Markov heads (fly/models/dflash.py: MarkovHead).
 enum Markov : int32_t { UNCORRECTED = 0, VANILLA = 1, GATED = 2, RECURRENT = 3 };

@@ -5,16 +5,15 @@
 template <class Wt>
 inline void head_row(const Model* model, int64_t row, float* x) {
     typedef typename Wt::Weight Weight;
-    constexpr Layout LAYOUT = layout_of(Wt::TYPE);
+    constexpr int STEP = layout_of(Wt::TYPE).step;
     const Matrix& head = model->head;
-    const int width = model->shape.width, lane = (int)(row % PANEL);
+    const int width = model->shape.width;
     if constexpr (Wt::TYPE == GROUPED) {
         embed_groups(head, row, width, x);
     } else {
-        const Weight* from = (const Weight*)(head.data + row / PANEL * head.panel_bytes);
-        from += lane / LAYOUT.together * LAYOUT.together * LAYOUT.step + lane % LAYOUT.together;
+        const Weight* from = (const Weight*)(head.data + row / PANEL * head.panel_bytes) + row % PANEL * STEP;
         for (int i = 0; i < width; i++) {
-            const Weight weight = from[i / LAYOUT.step * LAYOUT.step * PANEL + i % LAYOUT.step * LAYOUT.together];
+            const Weight weight = from[i / STEP * STEP * PANEL + i % STEP];
             if constexpr (Wt::TYPE == BFLOAT16) {
                 const uint32_t bits = (uint32_t)weight << 16;
                 memcpy(x + i, &bits, 4);

@@ -15,10 +15,10 @@ float* vector_of(const float* from, int64_t n, int64_t room) {
 
 template <class T>
 void pack(Matrix* matrix, const T* from, Layout layout, bool pairs) {
-    const int k = matrix->k, step = layout.step, together = layout.together, steps = padded(k, layout.whole) / step;
+    const int k = matrix->k, step = layout.step, steps = padded(k, layout.whole) / step;
     for (int panel = 0; panel < matrix->panels; panel++) {
         const T* rows[PANEL];
-        bool full = step * sizeof(T) == 4;  // each output's step has 4 bytes, and all outputs lie together
+        bool full = true;
         for (int lane = 0; lane < PANEL; lane++) {
             const int row = source_row(panel, lane, matrix->n, pairs);
             rows[lane] = row < 0 ? nullptr : from + (long)row * k;
@@ -29,10 +29,8 @@ void pack(Matrix* matrix, const T* from, Layout layout, bool pairs) {
         for (; full && s < k / step; s++)
             for (int lane = 0; lane < PANEL; lane++, to += step) memcpy(to, rows[lane] + s * step, 4);
         for (; s < steps; s++)
-            for (int first = 0; first < PANEL; first += together)
-                for (int j = 0; j < step; j++)
-                    for (int lane = first; lane < first + together; lane++, to++)
-                        *to = rows[lane] && s * step + j < k ? rows[lane][s * step + j] : (T)0;
+            for (int lane = 0; lane < PANEL; lane++)
+                for (int j = 0; j < step; j++, to++) *to = rows[lane] && s * step + j < k ? rows[lane][s * step + j] : (T)0;
     }
 }
 
@@ -48,7 +46,7 @@ bool by_output(const Matrix& matrix, bool pairs, T** to, Of of) {
     return true;
 }
 
-// ``bias`` and ``scale`` [N] float32 or null.
+// ``bias`` and ``scale`` [N] float32; no bias is null, and so is the scale of all types but W8A8.
 bool make(Matrix* matrix, int n, int k, const void* data, const float* bias, const float* scale, int type, bool pairs) {
     const Layout layout = layout_of(type);
     const int bytes = bytes_of_type(type);
@@ -67,9 +65,9 @@ bool make(Matrix* matrix, int n, int k, const void* data, const float* bias, con
         for (long i = 0; i < k; i++) sum += ((const int8_t*)data)[row * (long)k + i];
         return 128 * sum;
     };
-    return (type != W8A8 || by_output(*matrix, pairs, &matrix->offset, offset)) &&
-           (!bias || bias_of(matrix, bias, pairs)) &&
-           (!scale || by_output(*matrix, pairs, &matrix->scale, [=](int row) { return scale[row]; }));
+    return (!scale || (by_output(*matrix, pairs, &matrix->offset, offset) &&
+                       by_output(*matrix, pairs, &matrix->scale, [=](int row) { return scale[row]; }))) &&
+           (!bias || bias_of(matrix, bias, pairs));
 }
 
 }  // namespace
@@ -277,7 +275,7 @@ EXPORT int fly_set_layer(Model* model, int number, Span<const Span<const float>>
 
 // Sets matrix ``which``: one of a layer (0 to 3: qkv, o, gate_up, down), the head (4), the matrix that fuses a draft head's
 // inputs (5), or one of a Markov head (6: from a row to logits; 7: the joint one). It is [N, K] in the type of the weights,
-// with ``bias`` and ``scale`` [N] or none.
+// with ``bias`` [N] or none. W8A8 has a ``scale`` [N], and no other type has one.
 EXPORT int fly_set_matrix(Model* model, int number, int which, Span<const char> data, Span<const float> bias,
                           Span<const float> scale) {
     const Shape& s = model->shape;
@@ -288,7 +286,7 @@ EXPORT int fly_set_matrix(Model* model, int number, int which, Span<const char> 
     const auto [matrix, n, k] = place;
     if (const int error = holds("a matrix", data, n, k, bytes_of_type(s.weights)) ?:
                           holds_or_none("bias", bias, n) ?: holds_or_none("scale", scale, n) ?:
-                          within("scale", scale.there(), bytes_of_type(s.weights) == 1, 1))
+                          within("scale", scale.there(), s.weights == W8A8, s.weights == W8A8))
         return error;
     drop(*matrix);
     *matrix = {};

@@ -143,10 +143,9 @@ inline void product_of(const Call* call, const Inputs<Wt>& x, const Matrix& matr
                     const int at = (p + j) * PANEL;
                     if constexpr (WHOLE<Wt>) {
                         const Vec unit = set1(x.steps[slice.from + row]);
-                        for (int i = 0; i < PANEL; i += W) st(mine + i, sums_to_floats(mine + i, matrix.offset + at + i) * unit);
+                        for (int i = 0; i < PANEL; i += W)
+                            st(mine + i, sums_to_floats(mine + i, matrix.offset + at + i) * unit * ld(matrix.scale + at + i));
                     }
-                    if (matrix.scale)
-                        for (int i = 0; i < PANEL; i += W) st(mine + i, ld(mine + i) * ld(matrix.scale + at + i));
                     if (matrix.bias)
                         for (int i = 0; i < PANEL; i += W) st(mine + i, ld(mine + i) + ld(matrix.bias + at + i));
                     finish(slice.from + row, p + j, mine);
