@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fly.backends import executor_of
-from fly.backends.cpu import available
+from fly.backends.cpu import CpuDFlashHead, CpuPEagleHead, available
 from fly.backends.heads import TorchDFlashHead, TorchPEagleHead
 from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
@@ -83,11 +83,13 @@ def make_parallel_head(seed: int = 1, layers: int = 2, **options: Any) -> Eagle3
     return head.eval().requires_grad_(False)
 
 
-def runs(kind: str, seed: int = 1) -> BlockHead:
+def runs(kind: str, seed: int = 1, kernels: str = "torch") -> BlockHead:
     """The executor of a random head."""
-    return (
-        TorchPEagleHead(make_parallel_head(seed)) if kind == "p-eagle" else TorchDFlashHead(make_block_head(kind, seed))
-    )
+    if kind == "p-eagle":
+        parallel = make_parallel_head(seed)
+        return TorchPEagleHead(parallel) if kernels == "torch" else CpuPEagleHead(parallel, kernels)
+    head = make_block_head(kind, seed)
+    return TorchDFlashHead(head) if kernels == "torch" else CpuDFlashHead(head, kernels)
 
 
 # What is drafted

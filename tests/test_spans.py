@@ -19,7 +19,6 @@ from fly import SamplingParams
 from fly.backends import executor_of
 from fly.backends.cpu import CpuExecutor, available, library, packed, why_not
 from fly.backends.cpu.blocks import KINDS, eight_bits
-from fly.backends.cpu.dflash import CpuDFlashHead
 from fly.backends.cpu.head import CpuHead
 from fly.backends.cpu.host import Blocks, lay_rules
 from fly.backends.cpu.library import CRounds, Sampling, fast_call, load
@@ -42,7 +41,8 @@ pytestmark = pytest.mark.skipif(not VARIANTS, reason=why_not() or "compiled kern
 if VARIANTS:
     TARGET, DRAFT, HEADED = test_rounds.TARGET, test_rounds.DRAFTS[1], test_eagle.target_on(VARIANTS[0])
     HEAD = CpuHead(test_eagle.make_head(12), VARIANTS[0])
-    BLOCK_HEAD = CpuDFlashHead(test_block.make_block_head("dspark"), VARIANTS[0])
+    BLOCK_HEAD = test_block.runs("dspark", kernels=VARIANTS[0])
+    PARALLEL_HEAD = test_block.runs("p-eagle", kernels=VARIANTS[0])
 SOURCES = Path(library.__file__).with_name("src")
 
 
@@ -58,8 +58,8 @@ def packing() -> None:
         patched.setattr(packed, "_SKETCHED", 1)
         PackedLlama(family, f"{VARIANTS[0]}-w4")
     CpuHead(test_eagle.make_head(12), VARIANTS[0]).packed  # noqa: B018
-    block_head = CpuDFlashHead(test_block.make_block_head("dspark"), VARIANTS[0])
-    block_head.share(HEADED)
+    for kind in ("dspark", "p-eagle"):
+        test_block.runs(kind, kernels=VARIANTS[0]).share(HEADED)
 
 
 def stored(executor: CpuExecutor) -> tuple[PagedKVCache, Row]:
@@ -138,6 +138,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "a rule that reads the draft": lambda: rounds(TARGET, SingleDraft(DRAFT), 0, Exact() | Sure()),
     "heads": lambda: rounds(HEADED, Eagle3Draft(HEAD), 0),
     "block heads": lambda: rounds(HEADED, BlockDraft(BLOCK_HEAD), 1.0),
+    "parallel heads": lambda: rounds(HEADED, BlockDraft(PARALLEL_HEAD), 1.0),
 }
 WILL_DO = {
     "", "start", "count", "control", "stops", "draft_logits",  # there is none, or this call does not use it
@@ -151,6 +152,7 @@ NAME = re.compile(r"compiled code was given \d+ bytes of '([^']+)', and needs \d
 def _with_targets_matrices() -> None:
     """A block head copies matrices of its target when it first drafts for it, and not again."""
     CALLS["block heads"]()
+    CALLS["parallel heads"]()
 
 
 def tried(call: Callable[[], None]) -> tuple[set[str], set[str]]:

@@ -54,10 +54,11 @@ struct Shape {
     int32_t ropes;    // tables of cosines and sines
     int32_t features; // draft heads (fly/models/eagle.py): values of the target's hidden states; 0 for a whole model
     int32_t normed;   // draft heads: the residual is the normed feature
+    int32_t parallel; // draft heads: 1: they draft all tokens in one forward, by ``mask`` tokens after the text (P-EAGLE)
     // Block drafters (fly/models/dflash.py) are draft heads that draft a whole block in one forward.
     int32_t block;       // places of a block, the anchor's included; 0: no block drafter
     int32_t first;       // the first place that drafts a token
-    int32_t mask;        // the token at all places but the anchor's
+    int32_t mask;        // the token at all places but the anchor's, or after the text
     int32_t markov;      // Markov: how logits are corrected by the token before
     int32_t rank;        // values of a token's row of the Markov head
     int32_t confidence;  // values that the confidence head reads: C, or C + rank; 0: there is none
