@@ -258,8 +258,8 @@ def test_a_parallel_head_says_what_speculators_says(layers: int, options: dict[s
 SMALL = TARGET.resized(1, vocab_size=4)
 
 
-def small_runs(kind: str) -> BlockHead:
-    """A head for a target of four tokens."""
+def small_runs(kind: str, kernels: str = "torch", size: int = 3) -> BlockHead:
+    """A head for a target of four tokens, with blocks of ``size`` places."""
     if kind == "p-eagle":
         config = HeadConfig(
             layer=SMALL, draft_vocab_size=3, target_hidden_size=32, states=(0, 1), mask_token_id=3
@@ -267,15 +267,17 @@ def small_runs(kind: str) -> BlockHead:
         parallel = Eagle3Head(config)
         randomise(parallel, 3)
         parallel.to_target_U.copy_(torch.tensor([0, 1, 3]))
-        return TorchPEagleHead(parallel.eval().requires_grad_(False))
-    options = {**KINDS[kind], "draft_vocab_size": 3, "states": (0, 1), "block_size": 3, "mask_token_id": 3}
+        parallel = parallel.eval().requires_grad_(False)
+        return TorchPEagleHead(parallel) if kernels == "torch" else CpuPEagleHead(parallel, kernels)
+    options = {**KINDS[kind], "draft_vocab_size": 3, "states": (0, 1), "block_size": size, "mask_token_id": 3}
     config = DFlashConfig(
         layer=SMALL.resized(1, family="qwen3"), target_hidden_size=32, causal=(False,), **options
     )  # fmt: skip
     head = DFlashHead(config, output=True)
     randomise(head, 3)
     head.to_target_U.copy_(torch.tensor([0, 1, 3]))
-    return TorchDFlashHead(head.eval().requires_grad_(False))
+    head = head.eval().requires_grad_(False)
+    return TorchDFlashHead(head) if kernels == "torch" else CpuDFlashHead(head, kernels)
 
 
 class Reported:
@@ -309,12 +311,15 @@ class Continued:
     joint = Process.joint
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "p-eagle"])
-def test_what_is_emitted_is_the_targets_by_exact_sums(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "kernels"),
+    [*((kind, "torch") for kind in (*KINDS, "p-eagle")), ("dspark", COMPILED), ("p-eagle", COMPILED)],
+)
+def test_what_is_emitted_is_the_targets_by_exact_sums(kind: str, kernels: str) -> None:
     """Over every draft of two tokens and every outcome: the joint distribution of three tokens. And drafts come as
     often as they report."""
     model, temperature, text, count = toy_target(4, SMALL), 6.0, [0, 1, 2, 3, 1], 600
-    llm = LLM(TorchExecutor(model), BlockDraft(small_runs(kind)), k=2, cache=20_000)
+    llm = LLM(executor_of(model, kernels), BlockDraft(small_runs(kind, kernels)), k=2, cache=20_000)
     params = SamplingParams(temperature=temperature, max_tokens=8)
     rows = [
         request.row for request in llm.requests([text] * count, [params.changed({"seed": n}) for n in range(count)])

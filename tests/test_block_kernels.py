@@ -7,6 +7,7 @@ vocabulary, V the target's vocabulary.
 from __future__ import annotations
 
 import copy
+from collections import abc
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +24,7 @@ from fly.backends.cpu.drafting import CompiledBlockHead
 from fly.backends.cpu.library import split
 from fly.backends.heads import TorchDFlashHead, TorchPEagleHead
 from fly.cache import PagedKVCache
-from fly.drafts import BlockDraft
+from fly.drafts import BlockDraft, DraftStrategy, LookupDraft, NGramDraft
 from fly.drafts.model import seed_of
 from fly.llm import LLM
 from fly.models.dflash import DFlashHead, save_dflash_head
@@ -36,7 +37,7 @@ from fly.runner.request import Row
 from fly.runner.sampling import BatchSampling
 from fly.testing import check_draft
 from tests.kernels import NARROW, VARIANTS, built
-from tests.test_block import KINDS, make_block_head, make_parallel_head, runs
+from tests.test_block import KINDS, SMALL, make_block_head, make_parallel_head, runs, small_runs
 from tests.test_dflash import KINDS as ALL_KINDS
 from tests.test_dflash import MASK, SLIDING, VOCABULARY, make_head, make_layer
 from tests.test_eagle import PARAMS, check_texts, randomise, target_on
@@ -106,10 +107,11 @@ class Texts:
         self.states = [torch.randn(n, features, generator=random) for n in lengths]
         self.caches = []
         for executor in executors:
-            cache = PagedKVCache(executor.config, 20 + 12 * len(lengths), 4, torch.float32)
+            room = executor.room(executor.longest or 0, DraftSpec())
+            cache = PagedKVCache(executor.config, sum(3 + (n + room) // 4 for n in lengths), 4, torch.float32)
             for b, n in enumerate(lengths):
                 cache.resize(f"hole {b}", 3)
-                cache.resize(b, n + executor.room(executor.longest or 0, DraftSpec()))
+                cache.resize(b, n + room)
             self.caches.append(cache)
         self.starts = [0] * len(lengths)
         for cut in cuts:
@@ -246,6 +248,31 @@ def test_a_block_depends_on_its_row_alone(kind: str, kernels: str) -> None:
         assert torch.equal(alone.logits_BKV[0], together.logits_BKV[b])
 
 
+@pytest.mark.parametrize("ending", ["w8a8", "w4"])
+def test_a_large_parallel_head_drafts_for_each_row_alone(ending: str) -> None:
+    """As many tokens, rows and outputs as in use: several tiles, of which one ends among a row's mask tokens; an output
+    matrix with a sketch."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 32}
+    layer = make_layer(family="llama", vocab_size=17_000, num_hidden_layers=4, max_position_embeddings=512, **sizes)
+    options: dict[str, Any] = {"target_hidden_size": 160, "states": (1, 2, 4), "mask_token_id": MASK, "drafts": 15}
+    head = Eagle3Head(HeadConfig(layer=layer, draft_vocab_size=16_500, **options)).eval().requires_grad_(False)
+    randomise(head, 0)
+    head.to_target_U.copy_(torch.arange(16_500) + 400)
+    compiled = prepared(head, f"{COMPILED}-{ending}")
+    lengths = [(29 * b) % 101 + 1 for b in range(24)]
+    texts = Texts([compiled], lengths, [90], 0)
+    params = SamplingParams(temperature=0.0)
+    rows = [Row(tokens, 1, params, Exact(), 0, 15) for tokens in texts.tokens]
+    (last,) = texts.last
+    together = compiled.draft(*last, DraftSpec(with_logits=True), rows, [15] * 24)
+    assert together.logits_BKV is not None and {len(chain) for chain in together.tokens} == {15}
+    for b in range(0, 24, 5):
+        ((batch, states_TF),) = texts.parts([b], lengths)
+        alone = compiled.draft(batch, states_TF, DraftSpec(with_logits=True), [rows[b]], [15])
+        assert alone.logits_BKV is not None and torch.equal(alone.logits_BKV[0], together.logits_BKV[b])
+        assert alone.tokens == [together.tokens[b]] and min(together.tokens[b]) >= 400
+
+
 def on_kernels(kind: str, ending: str = "", **options: Any) -> BlockDraft:
     return BlockDraft(runs(kind, kernels=f"{COMPILED}-{ending}" if ending else COMPILED), **options)
 
@@ -287,6 +314,55 @@ def test_rounds_in_one_call_are_rounds_one_by_one(kind: str, policy: str) -> Non
         found.append([(out.token_ids, out.stats.drafted, out.stats.accepted) for out in outputs])
     assert found[0] == found[1] == found[2]
     assert sum(drafted for _, drafted, _ in found[0]) > 100
+
+
+def drafts_of(draft: DraftStrategy, prompts: list[list[int]], temperature: float, stretch: float) -> list[Any]:
+    """The text of each request, alone and beside others, and how many tokens each of its rounds drafted and kept."""
+    params = [SamplingParams(temperature=temperature * (b % 3 < 2), max_tokens=30, seed=b) for b in range(len(prompts))]
+    llm = LLM(target_on(COMPILED, SMALL), draft, k=7)
+    llm.engine.stretch = stretch
+    rows, step = dict[int, Row](), llm.engine.step
+
+    def noted(going: abc.Sequence[Row], *others: Any, **options: Any) -> Any:
+        rows.update({row.id: row for row in going})
+        return step(going, *others, **options)
+
+    llm.engine.step = noted  # type: ignore[method-assign]
+    llm.generate(prompts[:1], params[:1])
+    llm.generate(prompts, params)
+    return [(row.tokens, row.drafts) for row in rows.values()]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(["dflash", "dspark", "p-eagle"]), st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9),
+    min_size=1, max_size=3), st.sampled_from([0.0, 1.0, 3.0]), st.integers(1, 9), st.sampled_from([None, 3, 4]),
+    st.sampled_from([0.0, 0.02]),
+)  # fmt: skip
+def test_a_lookup_beside_a_head_goes_on_in_one_call_as_round_by_round(
+    kind: str, prompts: list[list[int]], temperature: float, copied: int, k: int | None, reach: float
+) -> None:
+    """Where both begin alike, also beyond the tokens that the head drafts. Texts of four tokens repeat themselves."""
+    one_call, one_by_one = (
+        drafts_of(
+            LookupDraft(NGramDraft(3, 1, copied), BlockDraft(small_runs(kind, COMPILED, 6), k=k, reach=reach)),
+            prompts, temperature, stretch,
+        )
+        for stretch in (60, 0)
+    )  # fmt: skip
+    assert one_call == one_by_one
+
+
+@pytest.mark.parametrize("kind", ["dflash", "p-eagle"])
+@pytest.mark.parametrize("temperature", [0.0, 3.0])
+def test_a_lookup_beside_a_head_shares_a_call_and_drafts_more(kind: str, temperature: float) -> None:
+    prompts = [[n % 4, n // 4, 1, 3, n % 3] for n in range(12)]
+    block, beside = (BlockDraft(small_runs(kind, COMPILED, 6), k=3) for _ in range(2))
+    alone = drafts_of(block, prompts, temperature, 60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LookupDraft, "propose", lambda *_: pytest.fail("a round was taken by itself"))
+        both = drafts_of(LookupDraft(NGramDraft(3, 1, 7), beside), prompts, temperature, 60)
+    assert [max(drafted for _, drafts in of for drafted, _ in drafts) for of in (alone, both)] == [3, 7]
 
 
 @pytest.mark.parametrize("kernels", ["torch", COMPILED, f"{COMPILED}-w8a8", f"{COMPILED}-w4a8"])

@@ -226,7 +226,7 @@ class CRounds(_WithSpans):
         *((name, c_int32) for name in ("longest", "rounds")),
         *((name, c_int64 * 2) for name in ("elapsed", "scoring", "drafting")),
         *_span("stops", "state"),
-        ("read_before", c_int32),
+        *((name, c_int32) for name in ("read_before", "head_drafts")),
         *_span("given", "read"),
     ]
 
