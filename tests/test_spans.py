@@ -24,7 +24,7 @@ from fly.backends.cpu.host import Blocks, lay_rules
 from fly.backends.cpu.library import CRounds, Sampling, fast_call, load
 from fly.backends.cpu.packed import PackedLlama
 from fly.cache import PagedKVCache
-from fly.drafts import BlockDraft, DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft
+from fly.drafts import BlockDraft, DraftStrategy, Eagle3Draft, LookupDraft, NGramDraft, SingleDraft
 from fly.engine import Engine
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.runner.executor import Batch, DraftSpec, Executor, Lookup, RoundRow
@@ -142,7 +142,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "a rule that reads the draft": lambda: rounds(TARGET, SingleDraft(DRAFT), 0, Exact() | Sure()),
     "heads": lambda: rounds(HEADED, Eagle3Draft(HEAD), 0),
     "block heads": lambda: rounds(HEADED, BlockDraft(BLOCK_HEAD), 1.0),
-    "parallel heads": lambda: rounds(HEADED, BlockDraft(PARALLEL_HEAD), 1.0),
+    "parallel heads": lambda: rounds(HEADED, LookupDraft(NGramDraft(2, 1, 4), BlockDraft(PARALLEL_HEAD)), 1.0),
 }
 WILL_DO = {
     "", "start", "count", "control", "stops", "draft_logits",  # there is none, or this call does not use it
