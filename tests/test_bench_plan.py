@@ -22,6 +22,7 @@ from fly.extras.bench.shapes import matrix_parameters
 from fly.extras.eval.report import Report, Row
 from fly.models import Llama, LlamaConfig
 from fly.models.dflash import DFlashConfig
+from fly.models.eagle import HeadConfig
 from tests.test_parallel import divisible_configs
 
 
@@ -102,11 +103,13 @@ def test_costs_of_a_block_drafter_are_measured() -> None:
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_attention_heads": 4,
              "num_key_value_heads": 2}  # fmt: skip
     target = QWEN3_8B.resized(4, max_position_embeddings=512, **sizes)
-    head = DFlashConfig(layer=target.resized(1), draft_vocab_size=64, target_hidden_size=32, states=(1, 2),
-                        block_size=4, mask_token_id=63, causal=(False,))  # fmt: skip
+    same: dict[str, Any] = {"layer": target.resized(1), "target_hidden_size": 32, "states": (1, 2), "mask_token_id": 63}
+    head = DFlashConfig(draft_vocab_size=64, block_size=4, causal=(False,), **same)
     turns: list[None] = []
-    costs = measure_costs(target, head, "torch", torch.float32, turns=2, advance=lambda: turns.append(None))
-    assert costs.kernels == ("torch", "torch") and len(turns) == 3 and costs.block > 0
+    for drafter in (head, HeadConfig(draft_vocab_size=32, drafts=3, **same)):
+        turns.clear()
+        costs = measure_costs(target, drafter, "torch", torch.float32, turns=2, advance=lambda: turns.append(None))
+        assert costs.kernels == ("torch", "torch") and len(turns) == 3 and costs.block > 0
     with pytest.raises(ValueError, match="kernels 'w9'"):
         measure_costs(target, head, "w9")
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fly.backends import executor_of
-from fly.backends.cpu import available
+from fly.backends.cpu import CpuDFlashHead, CpuPEagleHead, available
 from fly.backends.heads import TorchDFlashHead, TorchPEagleHead
 from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
@@ -83,11 +83,13 @@ def make_parallel_head(seed: int = 1, layers: int = 2, **options: Any) -> Eagle3
     return head.eval().requires_grad_(False)
 
 
-def runs(kind: str, seed: int = 1) -> BlockHead:
+def runs(kind: str, seed: int = 1, kernels: str = "torch") -> BlockHead:
     """The executor of a random head."""
-    return (
-        TorchPEagleHead(make_parallel_head(seed)) if kind == "p-eagle" else TorchDFlashHead(make_block_head(kind, seed))
-    )
+    if kind == "p-eagle":
+        parallel = make_parallel_head(seed)
+        return TorchPEagleHead(parallel) if kernels == "torch" else CpuPEagleHead(parallel, kernels)
+    head = make_block_head(kind, seed)
+    return TorchDFlashHead(head) if kernels == "torch" else CpuDFlashHead(head, kernels)
 
 
 # What is drafted
@@ -256,8 +258,8 @@ def test_a_parallel_head_says_what_speculators_says(layers: int, options: dict[s
 SMALL = TARGET.resized(1, vocab_size=4)
 
 
-def small_runs(kind: str) -> BlockHead:
-    """A head for a target of four tokens."""
+def small_runs(kind: str, kernels: str = "torch", size: int = 3) -> BlockHead:
+    """A head for a target of four tokens, with blocks of ``size`` places."""
     if kind == "p-eagle":
         config = HeadConfig(
             layer=SMALL, draft_vocab_size=3, target_hidden_size=32, states=(0, 1), mask_token_id=3
@@ -265,15 +267,17 @@ def small_runs(kind: str) -> BlockHead:
         parallel = Eagle3Head(config)
         randomise(parallel, 3)
         parallel.to_target_U.copy_(torch.tensor([0, 1, 3]))
-        return TorchPEagleHead(parallel.eval().requires_grad_(False))
-    options = {**KINDS[kind], "draft_vocab_size": 3, "states": (0, 1), "block_size": 3, "mask_token_id": 3}
+        parallel = parallel.eval().requires_grad_(False)
+        return TorchPEagleHead(parallel) if kernels == "torch" else CpuPEagleHead(parallel, kernels)
+    options = {**KINDS[kind], "draft_vocab_size": 3, "states": (0, 1), "block_size": size, "mask_token_id": 3}
     config = DFlashConfig(
         layer=SMALL.resized(1, family="qwen3"), target_hidden_size=32, causal=(False,), **options
     )  # fmt: skip
     head = DFlashHead(config, output=True)
     randomise(head, 3)
     head.to_target_U.copy_(torch.tensor([0, 1, 3]))
-    return TorchDFlashHead(head.eval().requires_grad_(False))
+    head = head.eval().requires_grad_(False)
+    return TorchDFlashHead(head) if kernels == "torch" else CpuDFlashHead(head, kernels)
 
 
 class Reported:
@@ -307,12 +311,15 @@ class Continued:
     joint = Process.joint
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "p-eagle"])
-def test_what_is_emitted_is_the_targets_by_exact_sums(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "kernels"),
+    [*((kind, "torch") for kind in (*KINDS, "p-eagle")), ("dspark", COMPILED), ("p-eagle", COMPILED)],
+)
+def test_what_is_emitted_is_the_targets_by_exact_sums(kind: str, kernels: str) -> None:
     """Over every draft of two tokens and every outcome: the joint distribution of three tokens. And drafts come as
     often as they report."""
     model, temperature, text, count = toy_target(4, SMALL), 6.0, [0, 1, 2, 3, 1], 600
-    llm = LLM(TorchExecutor(model), BlockDraft(small_runs(kind)), k=2, cache=20_000)
+    llm = LLM(executor_of(model, kernels), BlockDraft(small_runs(kind, kernels)), k=2, cache=20_000)
     params = SamplingParams(temperature=temperature, max_tokens=8)
     rows = [
         request.row for request in llm.requests([text] * count, [params.changed({"seed": n}) for n in range(count)])

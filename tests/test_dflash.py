@@ -49,17 +49,21 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def make_config(layers: dict[str, Any] | None = None, **options: Any) -> DFlashConfig:
+def make_layer(**options: Any) -> LlamaConfig:
+    """The configuration of a head's layers, by default those of Qwen3."""
     sizes = {
         "family": "qwen3", "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
     }  # fmt: skip
-    layer = LlamaConfig.model_validate({**sizes, **(layers or {})})
+    return LlamaConfig.model_validate({**sizes, **options})
+
+
+def make_config(layers: dict[str, Any] | None = None, **options: Any) -> DFlashConfig:
     usual: dict[str, Any] = {
         "draft_vocab_size": VOCABULARY, "target_hidden_size": 32, "states": (1, 2, 4), "block_size": 5,
         "mask_token_id": MASK, "causal": (False,) * 3,
     }  # fmt: skip
-    return DFlashConfig(layer=layer, **{**usual, **options})
+    return DFlashConfig(layer=make_layer(**(layers or {})), **{**usual, **options})
 
 
 def make_head(seed: int = 0, dtype: torch.dtype = torch.float64, **options: Any) -> DFlashHead:

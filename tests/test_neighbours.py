@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from fly import LLM, SamplingParams
 from fly.backends import executor_of
-from fly.backends.cpu import available, why_not
-from fly.backends.cpu.dflash import CpuDFlashHead
-from fly.backends.cpu.head import CpuHead
+from fly.backends.cpu import CpuDFlashHead, CpuHead, CpuPEagleHead, available, why_not
 from fly.drafts import (
     AdaptiveDraft,
     BlockDraft,
@@ -46,7 +44,7 @@ PLAIN = random_llama(0, vocab_size=VOCAB, hidden=32, heads=2, kv_heads=1, layers
     torch.bfloat16
 )
 NEAR = perturbed(PLAIN, 0.05)
-HEADS = ["eagle3", "dflash", "dspark", "gated", "rnn"]
+HEADS = ["eagle3", "dflash", "dspark", "gated", "rnn", "p-eagle"]
 DRAFTS = [
     *("none", "ngram", "suffix", "model", "ngram below a model", "lookup in a model", "three levels", "tree"),
     *("tree of a head", "adaptive", "choose", *HEADS),
@@ -89,14 +87,16 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def make_strategy(name: str, ending: str = "") -> DraftStrategy | None:
     kernels = VARIANTS[0] + ending
-    if name in ("eagle3", "tree of a head"):
-        head = Eagle3Head(
-            HeadConfig(layer=PLAIN.config.resized(1), draft_vocab_size=VOCAB, target_hidden_size=32, states=(0, 1))
-        )
+    if name in ("eagle3", "tree of a head", "p-eagle"):
+        parallel = {"layer": PLAIN.config.resized(2), "mask_token_id": VOCAB - 1} if name == "p-eagle" else {}
+        sizes: dict[str, Any] = {"layer": PLAIN.config.resized(1), "draft_vocab_size": VOCAB, "target_hidden_size": 32}
+        head = Eagle3Head(HeadConfig(**{**sizes, "states": (0, 1), **parallel}))
         randomise(head, 1)
         head.to_target_U.copy_(torch.arange(VOCAB))
-        executor = CpuHead(head.to(torch.bfloat16).eval().requires_grad_(False), VARIANTS[0])
-        return Eagle3Draft(executor, nodes=0 if name == "eagle3" else 6, depth=3)
+        head = head.to(torch.bfloat16).eval().requires_grad_(False)
+        if parallel:
+            return BlockDraft(CpuPEagleHead(head, kernels))
+        return Eagle3Draft(CpuHead(head, VARIANTS[0]), nodes=0 if name == "eagle3" else 6, depth=3)
     if name in HEADS:
         options = {"layer": PLAIN.config.resized(2, family="qwen3"), "states": (0, 1)}
         if name == "gated":

@@ -19,13 +19,12 @@ from fly import SamplingParams
 from fly.backends import executor_of
 from fly.backends.cpu import CpuExecutor, available, library, packed, why_not
 from fly.backends.cpu.blocks import KINDS, eight_bits
-from fly.backends.cpu.dflash import CpuDFlashHead
 from fly.backends.cpu.head import CpuHead
 from fly.backends.cpu.host import Blocks, lay_rules
 from fly.backends.cpu.library import CRounds, Sampling, fast_call, load
 from fly.backends.cpu.packed import PackedLlama
 from fly.cache import PagedKVCache
-from fly.drafts import BlockDraft, DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft
+from fly.drafts import BlockDraft, DraftStrategy, Eagle3Draft, LookupDraft, NGramDraft, SingleDraft
 from fly.engine import Engine
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.runner.executor import Batch, DraftSpec, Executor, Lookup, RoundRow
@@ -42,7 +41,8 @@ pytestmark = pytest.mark.skipif(not VARIANTS, reason=why_not() or "compiled kern
 if VARIANTS:
     TARGET, DRAFT, HEADED = test_rounds.TARGET, test_rounds.DRAFTS[1], test_eagle.target_on(VARIANTS[0])
     HEAD = CpuHead(test_eagle.make_head(12), VARIANTS[0])
-    BLOCK_HEAD = CpuDFlashHead(test_block.make_block_head("dspark"), VARIANTS[0])
+    BLOCK_HEAD = test_block.runs("dspark", kernels=VARIANTS[0])
+    PARALLEL_HEAD = test_block.runs("p-eagle", kernels=VARIANTS[0])
 SOURCES = Path(library.__file__).with_name("src")
 
 
@@ -58,8 +58,11 @@ def packing() -> None:
         patched.setattr(packed, "_SKETCHED", 1)
         PackedLlama(family, f"{VARIANTS[0]}-w4")
     CpuHead(test_eagle.make_head(12), VARIANTS[0]).packed  # noqa: B018
-    block_head = CpuDFlashHead(test_block.make_block_head("dspark"), VARIANTS[0])
-    block_head.share(HEADED)
+    test_block.runs("dspark", kernels=VARIANTS[0]).share(HEADED)
+
+
+def packing_masks() -> None:
+    test_block.runs("p-eagle", kernels=VARIANTS[0]).share(HEADED)
 
 
 def stored(executor: CpuExecutor) -> tuple[PagedKVCache, Row]:
@@ -125,6 +128,7 @@ def decisions() -> None:
 
 CALLS: dict[str, Callable[[], None]] = {
     "packing": packing,
+    "packing of masks": packing_masks,
     "forwards": forwards,
     "steps": steps,
     "drafts": drafts,
@@ -138,11 +142,12 @@ CALLS: dict[str, Callable[[], None]] = {
     "a rule that reads the draft": lambda: rounds(TARGET, SingleDraft(DRAFT), 0, Exact() | Sure()),
     "heads": lambda: rounds(HEADED, Eagle3Draft(HEAD), 0),
     "block heads": lambda: rounds(HEADED, BlockDraft(BLOCK_HEAD), 1.0),
+    "parallel heads": lambda: rounds(HEADED, LookupDraft(NGramDraft(2, 1, 4), BlockDraft(PARALLEL_HEAD)), 1.0),
 }
 WILL_DO = {
     "", "start", "count", "control", "stops", "draft_logits",  # there is none, or this call does not use it
     # One argument there says by its size how many values there are.
-    "score", "_step", "uniforms", "mismatch", "_decide", "decisions",
+    "score", "step", "uniforms", "mismatch", "_decide", "decisions",
 }  # fmt: skip
 NAME = re.compile(r"compiled code was given \d+ bytes of '([^']+)', and needs \d+")
 
@@ -151,6 +156,7 @@ NAME = re.compile(r"compiled code was given \d+ bytes of '([^']+)', and needs \d
 def _with_targets_matrices() -> None:
     """A block head copies matrices of its target when it first drafts for it, and not again."""
     CALLS["block heads"]()
+    CALLS["parallel heads"]()
 
 
 def tried(call: Callable[[], None]) -> tuple[set[str], set[str]]:
@@ -201,7 +207,7 @@ def test_numbers_may_be_anything(data: st.DataObject) -> None:
     """One number of what a call hands over is another one. It is refused, or may do; a sanitizer sees what it reads."""
     library_, name = library.load(), data.draw(st.sampled_from(["fly_score", "fly_draft", "fly_rounds"]))
     real = getattr(library_, name)
-    call = data.draw(st.sampled_from([each for each in CALLS if each not in ("packing", "decisions")]))
+    call = data.draw(st.sampled_from([each for each in CALLS if "packing" not in each and each != "decisions"]))
 
     def changed(*arguments: Any) -> None:
         structures = [each._obj for each in arguments if hasattr(each, "_obj")]

@@ -11,13 +11,13 @@ import torch
 
 from fly import LLM, SamplingParams
 from fly.backends import executor_of
-from fly.backends.cpu import CpuDFlashHead, CpuExecutor, available, why_not
+from fly.backends.cpu import CpuExecutor, available, why_not
 from fly.cache import PagedKVCache
 from fly.drafts import BlockDraft
 from fly.policies import Exact
 from fly.runner.executor import Batch, DraftSpec, Lookup
 from fly.runner.request import Row
-from tests.test_block import make_block_head
+from tests.test_block import runs
 from tests.test_eagle import target_on
 from tests.toys import random_llama
 
@@ -113,10 +113,10 @@ def test_threads_share_an_llm(draft: str, workers: None) -> None:
     llm.close()
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark", "rnn"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "rnn", "p-eagle"])
 def test_threads_of_a_block_head_take_the_same_way(kind: str, workers: None) -> None:
     """One that saw the tokens of the next stage or tile, before it had left the last, waited for ever."""
-    head = CpuDFlashHead(make_block_head(kind), f"{VARIANTS[0]}-w8a8")
+    head = runs(kind, kernels=f"{VARIANTS[0]}-w8a8")
     llm = LLM(target_on(f"{VARIANTS[0]}-w8a8"), BlockDraft(head), k=5)
     texts: list[list[int]] = []
 

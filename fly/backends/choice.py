@@ -260,7 +260,7 @@ def _kernels_like(target: Executor, device: str | torch.device, draft: Checkpoin
         return "auto"
     variant, narrow = split(target.kernels)
     kind = head_kind(draft.path)
-    if variant in available()[:-1] and kind in (None, DFLASH):
+    if variant in available()[:-1] and kind != EAGLE3:
         if (_file_bytes(draft.path) if kind else weight_bytes(draft.config, 2)) >= _LARGE:
             return f"{variant}-w4"
         if kind is None and cpu.computes_as_stored(draft):

@@ -47,9 +47,14 @@ class TorchPEagleHead(BlockHead):
     def room(self, drafts: int, spec: DraftSpec) -> int:
         return drafts - 1
 
-    def read(self, batch: Batch, states_TF: Tensor) -> None:
+    def feed(self, batch: Batch, states_TF: Tensor, places: abc.Sequence[int]) -> Tensor:
+        """Feed the batch, each token with the hidden states before it. Return the logits [N, U] at ``places``."""
         tokens_T, positions_T = upload([*batch.tokens, *batch.positions], self.device).chunk(2)
-        self.head(tokens_T, self.head.fuse(states_TF), positions_T, batch.kv)
+        x_TC = self.head(tokens_T, self.head.fuse(states_TF), positions_T, batch.kv)
+        return self.head.logits(x_TC[upload(places, self.device)])
+
+    def read(self, batch: Batch, states_TF: Tensor) -> None:
+        self.feed(batch, states_TF, ())
 
     def block(self, batch: Batch, states_TF: Tensor, anchors: abc.Sequence[int], max_len: abc.Sequence[int]) -> Follow:
         # Insert the mask tokens after each row's tokens.
@@ -65,13 +70,10 @@ class TorchPEagleHead(BlockHead):
             offset += count
         block_batch = Batch.of(_split(tokens, counts), kv.cache.batch(kv.seqs, kv.starts, counts))
         states_TF = torch.cat([states_TF.to(self.device, self.dtype), self.head.mask_hidden.flatten(0, 1)])
-        uploaded = upload([*block_batch.tokens, *block_batch.positions, *numbers], self.device)
-        tokens_T, positions_T, numbers_T = uploaded.chunk(3)
-        x_TC = self.head(tokens_T, self.head.fuse(states_TF[numbers_T]), positions_T, block_batch.kv)
         # Places of each row: its last token that was read, then its mask tokens. A shorter row repeats its last place.
         ends = itertools.accumulate(counts)
         places = [min(end - n + j, end - 1) for end, n in zip(ends, max_len) for j in range(max(max_len))]
-        logits_NV = self.spread(self.head.logits(x_TC[upload(places, self.device)]))
+        logits_NV = self.spread(self.feed(block_batch, states_TF[upload(numbers, self.device)], places))
         return Marginals(logits_NV.unflatten(0, (len(counts), -1)))
 
 

@@ -7,11 +7,21 @@ Shape legend: B rows, K longest draft, V vocabulary.
 from __future__ import annotations
 
 from collections import abc
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from fly.drafts.base import DraftSetup, DraftStrategy, RowDraft, Wrapper, join_rows, split_rows
+from fly.drafts.base import (
+    Continuation,
+    DraftSetup,
+    DraftStrategy,
+    RowDraft,
+    Wrapper,
+    is_built_in,
+    join_rows,
+    split_rows,
+)
 from fly.drafts.ngram import NGramDraft
 from fly.drafts.stops import REACH_BLOCK
 from fly.drafts.suffix import SuffixDraft
@@ -24,7 +34,7 @@ from fly.types import Draft
 
 __all__ = ["BlockDraft", "LookupDraft"]
 
-_AGREE = 2  # a lookup's tokens are followed after this many that the head drafts too
+_AGREE = 2  # a lookup's tokens are followed after this many that the head drafts too (rounds.cpp: look_beside)
 
 
 class BlockDraft(HeadDraft):
@@ -39,8 +49,8 @@ class BlockDraft(HeadDraft):
             all its places in any case, so stopping saves the target's work alone.
         cache_tokens: how many tokens its cache holds over all rows (None: as many as the target's).
         block_size: tokens in a page of its cache (None: as suits the device).
-        dtype, device, kernels: how to load and run a head, as for ``LLM``. On compiled kernels, DFlash and DSpark heads
-            are rounded as ``kernels`` says; ``"auto"`` is four bits for a large head, otherwise the target's kernels.
+        dtype, device, kernels: how to load and run a head, as for ``LLM``. On compiled kernels, heads are rounded as
+            ``kernels`` says; ``"auto"`` is four bits for a large head, otherwise the target's kernels.
         vocabulary: the tokens that a DFlash or DSpark head drafts, as for ``SingleDraft``. None: all that it can.
 
     Above temperature 0, each token is drawn from the distribution at its place after the row's sampling settings, which
@@ -108,6 +118,14 @@ class LookupDraft(Wrapper):
                 "may stand there"
             )
         super().__init__([lookup, block])
+
+    def continuation(self, rows: abc.Sequence[Row]) -> Continuation | None:
+        lookup, block = (member.continuation(rows) for member in self.members)
+        if lookup is None or block is None or not is_built_in(type(self)):
+            return None
+        max_len = [max(each) for each in zip(lookup.max_len, block.max_len)]
+        spec = replace(block.spec, lookup=lookup.spec.lookup)
+        return block._replace(max_len=max_len, spec=spec, longest=max(block.max_len))
 
     def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
         lookup, block = self.members

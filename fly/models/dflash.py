@@ -17,7 +17,6 @@ of the head, R rank of the Markov head, U draft vocabulary, V the target's vocab
 
 from __future__ import annotations
 
-import copy
 from collections import abc
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -290,6 +289,8 @@ class DFlashHead(TrainedHead):
     ``gate_up_proj``. A head without an embedding or output matrix of its own uses the target's.
     """
 
+    corrections = "markov_head", "confidence_head"
+
     def __init__(self, config: DFlashConfig, embedding: bool = False, output: bool = False) -> None:
         layer = config.layer
         super().__init__(layer, config.draft_vocab_size, embedding)
@@ -317,13 +318,6 @@ class DFlashHead(TrainedHead):
             linear.out_features = len(outputs)
         self.to_target_U = self.to_target_U[output_U]
         self.config = self.config.model_copy(update={"draft_vocab_size": len(outputs)})
-
-    def without_layers(self) -> DFlashHead:
-        """Return a head that shares the modules which ``correct`` uses, and has no others."""
-        head = copy.copy(self)
-        module_names = "markov_head", "confidence_head"
-        head._modules = {name: module for name, module in self._modules.items() if name in module_names}
-        return head
 
     def fuse(self, states_TF: Tensor) -> Tensor:
         """Reduce the target's hidden states to context features [T, C]."""

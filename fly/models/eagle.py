@@ -149,6 +149,8 @@ def _drafts(raw: dict[str, Any], source: str) -> int | None:
 class HeadLayer(nn.Module):
     """The first layer, which computes queries, keys and values from the concatenated embedding and feature."""
 
+    rope = 0  # the number of its rotary tables
+
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         layer = config.layer
@@ -160,6 +162,10 @@ class HeadLayer(nn.Module):
         self.self_attn.qkv_proj = nn.Linear(2 * width, qkv.out_features, bias=qkv.bias is not None)
         self.post_attention_layernorm = Norm(width, layer)
         self.mlp = FeedForward(layer)
+
+    def norms(self) -> list[Norm]:
+        """Return the norms of the embedding and before feed-forward."""
+        return [self.input_layernorm, self.post_attention_layernorm]
 
     def forward(self, embedded_TC: Tensor, x_TC: Tensor, rotary: tuple[Tensor, Tensor], kv: KV) -> Tensor:
         normed_TC = self.hidden_norm(x_TC)

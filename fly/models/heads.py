@@ -6,10 +6,11 @@ Shape legend: T packed tokens, C hidden width of the head, U draft vocabulary, V
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import abc
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -161,6 +162,7 @@ class TrainedHead(nn.Module):
     """
 
     to_target_U: Tensor
+    corrections: tuple[str, ...] = ()  # the names of modules that come after the logits
 
     def __init__(self, layer: LlamaConfig, draft_vocab_size: int, embedding: bool) -> None:
         super().__init__()
@@ -188,6 +190,12 @@ class TrainedHead(nn.Module):
             )
         weight = nn.Parameter(weight_VC.to(self.device, self.dtype), requires_grad=False)
         self.embed_tokens = nn.Embedding(*weight_VC.shape, _weight=weight, _freeze=True)
+
+    def without_layers(self) -> Self:
+        """Return a head that shares the modules which correct logits, and has no others."""
+        head = copy.copy(self)
+        head._modules = {name: module for name, module in self._modules.items() if name in self.corrections}
+        return head
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         """Return the embeddings [T, C] of ``tokens_T``, which are the target's ids. Raises ``ValueError`` if the head

@@ -43,11 +43,12 @@ class Drafter(Protocol):
 class Continuation(NamedTuple):
     """How a strategy drafts if it only continues each row with one model. The model proposes its most likely (or drawn)
     tokens, one after another, up to the first that it is not sure of (``spec``). Without a model, ``spec.lookup``
-    proposes."""
+    proposes. Beside a head, it goes on where both begin alike (``fly.drafts.LookupDraft``)."""
 
     runner: Drafter | None
     max_len: list[int]  # the most tokens to draft in a round, for each row
     spec: DraftSpec = DraftSpec()
     rounds: int = sys.maxsize  # ask the strategy again after this many rounds
+    longest: int = sys.maxsize  # the most of these tokens that a head drafts; a lookup beside it may go on
     # Called with the seconds of the first round and of the others, and later with those of deciding an open block.
     report: Callable[[abc.Sequence[Spent]], None] | None = None

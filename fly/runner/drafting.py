@@ -137,7 +137,7 @@ class DraftSpec:
     ``tree`` of its most likely tokens, which does not stop early.
 
     ``lookup`` saves forwards and changes no token: prompt lookup guesses the next tokens, one forward checks them all,
-    and drafting goes on from the first wrong guess.
+    and drafting goes on from the first wrong guess. (A head checks nothing, so beside one a lookup drafts itself.)
     """
 
     # Stop after a token if its chance to be kept is below this. The chance is the largest probability at its place, or

@@ -148,6 +148,7 @@ class RoundPlan:
     drafter: Executor | None = None  # None: ``spec.lookup`` drafts, if there is one
     draft_kv: PagedBatch | None = None  # the tokens that the drafter has not cached, with room as in ``kv``
     draft_context: int = sys.maxsize  # the most tokens that a text may have for the drafter
+    draft_longest: int = sys.maxsize  # the most tokens that a ``Head`` drafts; a lookup beside it may go on
     rounds: int = sys.maxsize
     seconds: float = 0.0
     hurry: array[int] | None = None

@@ -379,6 +379,7 @@ class Runner:
             drafter=None if drafter is None else drafter.executor,
             draft_kv=draft_kv,
             draft_context=context,
+            draft_longest=drafting.longest,
             rounds=drafting.rounds,
             seconds=seconds,
             hurry=hurry,

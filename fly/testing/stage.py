@@ -111,7 +111,8 @@ class Stage:
         self.prime(rows)
         draft: object = self.strategy.propose(rows, max_len)
         if not isinstance(draft, Draft):
-            raise ValueError(f"{type(self.strategy).__name__} proposed {shorten(draft)}, not a Draft, which fly.drafts.pad makes")
+            name = type(self.strategy).__name__
+            raise ValueError(f"{name} proposed {shorten(draft)}, not a Draft, which fly.drafts.pad makes")
         return draft
 
     def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> list[Proposal]:

@@ -7,7 +7,7 @@ from fly.late import find_late
 if TYPE_CHECKING:
     from fly.backends.cpu.dflash import CpuDFlashHead
     from fly.backends.cpu.executor import CpuExecutor, TorchOnHost
-    from fly.backends.cpu.head import CpuHead, head_refusal
+    from fly.backends.cpu.head import CpuHead, CpuPEagleHead, head_refusal
     from fly.backends.cpu.library import available, chosen, why_not
     from fly.backends.cpu.packed import PackedLlama, computes_as_stored, int8_weights, refusal
 else:
@@ -17,6 +17,7 @@ __all__ = [
     "CpuDFlashHead",
     "CpuExecutor",
     "CpuHead",
+    "CpuPEagleHead",
     "PackedLlama",
     "TorchOnHost",
     "available",

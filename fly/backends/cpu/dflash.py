@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fly.backends.cpu.drafting import CompiledHead
+from fly.backends.cpu.drafting import CompiledBlockHead
 from fly.backends.cpu.library import CBatch, chosen, load, split
 from fly.backends.cpu.packed import (
     CORRECT,
@@ -24,7 +24,6 @@ from fly.backends.cpu.packed import (
     HEAD,
     JOINT,
     TYPES,
-    TYPES_OF_ENDINGS,
     PackedLlama,
     float_weights,
     new_model,
@@ -66,7 +65,7 @@ class PackedDFlash(PackedLlama):
         shape = shape_of(
             config,
             vocab=self.vocab,
-            weights=TYPES_OF_ENDINGS[self._narrow] if self._narrow else TYPES[self.dtype],
+            weights=self._weights,
             hidden=TYPES[self.dtype],
             ropes=1,
             features=head.fc.in_features,
@@ -97,11 +96,7 @@ class PackedDFlash(PackedLlama):
         self._pack_all(others, layers)
         for number, (layer, causal) in enumerate(zip(layers, options.causal)):
             self._set_layer(number, {6: head.hidden_norm}, layer.self_attn.window, 0, causal)  # src/fly.h: FEATURE
-        self.weight_bytes = 1 if self._narrow else self.dtype.itemsize
-        if self._in_groups:
-            linears = [each for each in layers.modules() if isinstance(each, nn.Linear)]
-            count = output_UC.numel() + sum(linear.weight.numel() for linear in linears)
-            self.weight_bytes = self.library.fly_weight_bytes(self.handle) / count
+        self._note_weight_bytes(others[HEAD], layers)
         self._prepare_calls()
 
 
@@ -113,40 +108,15 @@ def _linear(weight_UC: Tensor) -> nn.Linear:
     return linear
 
 
-class CpuDFlashHead(CompiledHead, TorchDFlashHead):
-    """Runs a DFlash or DSpark head. Its weights are packed, and rounded as its kernels say, when it shares the
-    target's. It copies those, and keeps no other copy of its own."""
+class CpuDFlashHead(CompiledBlockHead, TorchDFlashHead):
+    """Runs a DFlash or DSpark head."""
 
-    def __init__(self, head: DFlashHead, variant: str) -> None:
-        super().__init__(head)
-        self.kernels = chosen(variant)
-        self._packed: PackedDFlash | None = None
-        self._target: Executor | None = None  # whose matrices it has
-
-    @property
-    def packed(self) -> PackedDFlash:
-        """The packed head. Raises ``ValueError`` before ``share``."""
-        if self._packed is None:
-            raise ValueError("the head has no target yet: call share()")
-        return self._packed
-
-    @property
-    def weight_bytes(self) -> float:
-        return self.dtype.itemsize if self._packed is None else self._packed.weight_bytes
-
-    def share(self, target: Executor) -> None:
-        if target is self._target:
-            return
-        if self._packed is not None:
-            raise ValueError("the head drafts for another target already; load it again")
-        self._target = target
-        super().share(target)
+    def pack(self, target: Executor) -> PackedDFlash:
         lm_head = self.head.lm_head
         output_UC = target.output() if lm_head is None else lm_head.weight.detach()
         if lm_head is None and not self._whole:
             output_UC = output_UC[self.to_target_U]
-        self._packed = PackedDFlash(self.head, output_UC.to(self.dtype), self.kernels)
-        self.head = self.head.without_layers()
+        return PackedDFlash(self.head, output_UC.to(self.dtype), self.kernels)
 
     def read(self, batch: Batch, states_TF: Tensor) -> None:
         call = self._call(batch)

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from fly.backends.cpu.host import c_sampling, uniforms
-from fly.backends.cpu.library import CLookup, CStops, spans
+from fly.backends.cpu.library import CLookup, CStops, chosen, spans
 from fly.backends.cpu.packed import PackedLlama
 from fly.ops import Stream
 from fly.runner.constraints import constrains
 from fly.runner.drafting import draft_apart
-from fly.runner.executor import Batch, Drafted, DraftSpec, Head
+from fly.runner.executor import Batch, Drafted, DraftSpec, Executor, Head
 from fly.runner.request import Row
 from fly.runner.sampling import BatchSampling
 
-__all__ = ["CompiledHead", "draft_compiled"]
+__all__ = ["CompiledBlockHead", "CompiledHead", "draft_compiled"]
 
 
 class CompiledHead(Head):
@@ -54,6 +54,42 @@ class CompiledHead(Head):
         return draft_compiled(
             self.packed, step_by_step, batch, spec, rows, max_len, sampling, seeds, states_TF=states_TF
         )
+
+
+class CompiledBlockHead(CompiledHead):
+    """A block drafter on compiled kernels. Its weights are packed, and rounded as its kernels say, when it shares the
+    target's. It copies those, and keeps no other copy of its own."""
+
+    def __init__(self, head: Any, variant: str) -> None:
+        super().__init__(head)
+        self.kernels = chosen(variant)
+        self._packed: PackedLlama | None = None
+        self._target: Executor | None = None  # whose matrices it has
+
+    @property
+    def packed(self) -> PackedLlama:
+        """The packed head. Raises ``ValueError`` before ``share``."""
+        if self._packed is None:
+            raise ValueError("the head has no target yet: call share()")
+        return self._packed
+
+    @property
+    def weight_bytes(self) -> float:
+        return self.dtype.itemsize if self._packed is None else self._packed.weight_bytes
+
+    @abstractmethod
+    def pack(self, target: Executor) -> PackedLlama:
+        """Pack the head's weights, and what it lacks of the target's."""
+
+    def share(self, target: Executor) -> None:
+        if target is self._target:
+            return
+        if self._packed is not None:
+            raise ValueError("the head drafts for another target already; load it again")
+        self._target = target
+        super().share(target)
+        self._packed = self.pack(target)
+        self.head = self.head.without_layers()
 
 
 def draft_compiled(

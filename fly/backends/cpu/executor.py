@@ -15,9 +15,7 @@ from collections import abc
 import torch
 from torch import Tensor
 
-from fly.backends.cpu.dflash import CpuDFlashHead
-from fly.backends.cpu.drafting import draft_compiled
-from fly.backends.cpu.head import CpuHead
+from fly.backends.cpu.drafting import CompiledHead, draft_compiled
 from fly.backends.cpu.host import HostDecisions
 from fly.backends.cpu.library import CLookup
 from fly.backends.cpu.packed import PackedLlama, keep_threads
@@ -105,7 +103,7 @@ class CpuExecutor(HostDecisions):
         return not any(map(constrains, rows))
 
     def joins(self, drafter: Executor) -> bool:
-        if isinstance(drafter, (CpuHead, CpuDFlashHead)):
+        if isinstance(drafter, CompiledHead):
             return drafter.dtype == self.dtype
         return isinstance(drafter, CpuExecutor)
 
@@ -116,7 +114,7 @@ class CpuExecutor(HostDecisions):
 
     def rounds(self, plan: RoundPlan) -> Rounds | None:
         drafter, lookup = plan.drafter, None
-        assert drafter is None or isinstance(drafter, (CpuExecutor, CpuHead, CpuDFlashHead))  # see ``joins``
+        assert drafter is None or isinstance(drafter, (CpuExecutor, CompiledHead))  # see ``joins``
         if plan.spec.lookup is not None:
             lookup = (drafter if isinstance(drafter, CpuExecutor) else self)._c_lookup(plan.spec.lookup)
         return take_rounds(self.packed, None if drafter is None else drafter.packed, plan, lookup)

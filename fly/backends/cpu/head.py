@@ -1,5 +1,5 @@
-"""A draft head on compiled kernels. It drafts a chain in one call, shares calls of several rounds with its target, and
-grows a tree level by level.
+"""EAGLE-3 and P-EAGLE heads on compiled kernels. They draft a chain in one call, and share calls of several rounds with
+their target. EAGLE-3 heads grow a tree level by level.
 
 Shape legend: T packed tokens, N places, F the target's hidden states side by side, C hidden width, U draft vocabulary,
 V the target's vocabulary.
@@ -10,20 +10,21 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections import abc
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from fly.backends.cpu.drafting import CompiledHead
-from fly.backends.cpu.library import chosen, load
+from fly.backends.cpu.drafting import CompiledBlockHead, CompiledHead
+from fly.backends.cpu.library import chosen, load, split
 from fly.backends.cpu.packed import FUSE, HEAD, TYPES, PackedLlama, float_weights, layer_refusal, new_model, shape_of
+from fly.backends.heads import TorchPEagleHead
 from fly.models.dflash import DFlashConfig, DFlashHead
-from fly.models.eagle import Eagle3Head, HeadLayer
+from fly.models.eagle import Eagle3Head
 from fly.models.llama import rotary_tables
 from fly.runner.executor import Batch, Executor, SerialHead
 
-__all__ = ["CpuHead", "PackedHead", "head_refusal"]
+__all__ = ["CpuHead", "CpuPEagleHead", "PackedHead", "head_refusal"]
 
 _LARGEST_BLOCK = 256  # src/fly.h: MAX_TILE
 
@@ -41,7 +42,10 @@ def head_refusal(head: Eagle3Head | DFlashHead) -> str | None:
         return reason
     if isinstance(config, DFlashConfig) and config.block_size > _LARGEST_BLOCK:
         return f"compiled kernels take blocks of up to {_LARGEST_BLOCK} places, not {config.block_size}"
-    if flags := [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name, False)]:
+    flags = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name, False)]
+    if "norm_output" in flags and getattr(config, "mask_token_id", None) is not None:
+        flags.remove("norm_output")  # no feature of a P-EAGLE head is read again
+    if flags:
         return f"there is no compiled code for {flags}"
     return None
 
@@ -52,25 +56,26 @@ class PackedHead(PackedLlama):
     _loading = None
 
     def __init__(self, head: Eagle3Head, variant: str) -> None:
-        config = self.config = head.config.layer
+        config, options = head.config.layer, head.config
+        self.config = config
         self.dtype = head.dtype
         self.device = torch.device("cpu")
-        self.kernels = chosen(variant)
-        self._narrow = ""
-        self.weight_bytes = head.dtype.itemsize
-        self.library = load()
-        self.vocab = head.config.draft_vocab_size
+        self.kernels, self.library = chosen(variant), load()
+        variant, self._narrow = split(self.kernels)
+        self.vocab = options.draft_vocab_size
+        self.kept = head.to_target_U.tolist() if self.vocab < config.vocab_size else None
         assert head.embed_tokens is not None
         self._embedding = head.embed_tokens.weight.detach().contiguous()
-        kind = TYPES[self.dtype]
         shape = shape_of(
-            config.resized(1),
+            config,
             vocab=self.vocab,
-            weights=kind,
-            hidden=kind,
+            weights=self._weights,
+            hidden=TYPES[self.dtype],
             ropes=1,
             features=head.fc.in_features,
-            normed=head.config.norm_before_residual,
+            normed=options.norm_before_residual,
+            parallel=options.mask_token_id is not None,
+            mask=options.mask_token_id or 0,
             eps=config.rms_norm_eps,
             embedding=1.0,
         )
@@ -78,16 +83,28 @@ class PackedHead(PackedLlama):
         self.handle = new_model(self, variant, shape, norm, cos.contiguous(), sin.contiguous(), self._embedding)
         self._target_U = head.to_target_U.contiguous()
         self.library.fly_draft_for(self.handle, config.vocab_size, self._target_U)
-        layer = cast(HeadLayer, head.layers[0])
-        attention, mlp = layer.self_attn, layer.mlp
-        norms = {0: layer.input_layernorm, 1: layer.post_attention_layernorm, 6: layer.hidden_norm}
-        if attention.normalised:
-            norms |= {4: attention.q_norm, 5: attention.k_norm}
-        self._set_layer(0, norms, attention.window, 0)
-        linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        for which, linear in (*enumerate(linears), (HEAD, head.lm_head), (FUSE, head.fc)):
-            self._pack(0, which, linear)
+        if options.mask_token_id is not None:
+            self._masked = head.mask_hidden.detach().flatten().contiguous()
+            self.library.fly_set_masked(self.handle, self._masked)
+        layers: Any = head.layers
+        self._pack_all({HEAD: head.lm_head, FUSE: head.fc}, layers)
+        self._set_layer(0, {6: layers[0].hidden_norm}, layers[0].self_attn.window, 0)  # src/fly.h: FEATURE
+        self._note_weight_bytes(head.lm_head, *layers)
         self._prepare_calls()
+
+    def step(
+        self, batch: Batch, states_TF: Tensor | None, x_TC: Tensor | None, places: abc.Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Feed the batch, each token with the target's hidden states ``states_TF`` or with the head's feature ``x_TC``
+        before it. Return the logits [N, U] at ``places``, and the features [T, C] after all tokens, float32."""
+        kept = array("i", places)
+        call = self.batch(array("q", batch.tokens), array("q", batch.positions), batch.kv)
+        logits_NU = torch.empty(len(kept), self.vocab)
+        after_TC = torch.empty(len(batch.tokens), self.config.hidden_size)
+        if states_TF is not None:
+            states_TF = states_TF.to(self.dtype).contiguous()
+        self.library.fly_step(self.handle, ctypes.byref(call), states_TF, x_TC, kept, logits_NU, after_TC)
+        return logits_NU, after_TC
 
 
 class CpuHead(CompiledHead, SerialHead):
@@ -97,7 +114,7 @@ class CpuHead(CompiledHead, SerialHead):
 
     def __init__(self, head: Eagle3Head, variant: str) -> None:
         super().__init__(head)
-        self.kernels = variant
+        self.kernels = variant  # without an ending: its few weights stay as they are
         self._packed: PackedHead | None = None
 
     def share(self, target: Executor) -> None:
@@ -113,7 +130,7 @@ class CpuHead(CompiledHead, SerialHead):
         return self._packed
 
     def begin(self, batch: Batch, states_TF: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
-        return self._step(batch, states_TF.to(self.dtype).contiguous(), None, places)
+        return self._step(batch, states_TF, None, places)
 
     def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
         return self._step(batch, None, x_TC.float().contiguous(), places)
@@ -121,11 +138,16 @@ class CpuHead(CompiledHead, SerialHead):
     def _step(
         self, batch: Batch, states_TF: Tensor | None, x_TC: Tensor | None, places: abc.Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        packed = self.packed
-        count = len(batch.tokens)
-        kept = array("i", places)
-        call = packed.batch(array("q", batch.tokens), array("q", batch.positions), batch.kv)
-        logits_NU = torch.empty(len(kept), packed.vocab)
-        after_TC = torch.empty(count, self.config.hidden_size)  # float32, as a draft in one call carries them
-        packed.library.fly_step(packed.handle, ctypes.byref(call), states_TF, x_TC, kept, logits_NU, after_TC)
-        return logits_NU, after_TC if len(kept) == count else after_TC[list(places)]
+        logits_NU, after_TC = self.packed.step(batch, states_TF, x_TC, places)
+        return logits_NU, after_TC if len(places) == len(after_TC) else after_TC[list(places)]
+
+
+class CpuPEagleHead(CompiledBlockHead, TorchPEagleHead):
+    """Runs a P-EAGLE head."""
+
+    def pack(self, target: Executor) -> PackedHead:
+        return PackedHead(self.head, self.kernels)
+
+    def feed(self, batch: Batch, states_TF: Tensor, places: abc.Sequence[int]) -> Tensor:
+        packed = cast(PackedHead, self.packed)
+        return packed.step(batch, states_TF, None, places)[0]

@@ -25,7 +25,7 @@ __all__ = [
     "variant_number", "why_not",
 ]  # fmt: skip
 
-_ABI = 46  # the number in src/library.cpp; a library with another number is refused
+_ABI = 47  # the number in src/library.cpp; a library with another number is refused
 _VARIABLE = "FLY_KERNELS"
 _LACKS = "this processor lacks some of its instructions"  # src/fly.h: LACKS
 TORCH = "torch"
@@ -102,7 +102,7 @@ class Shape(ctypes.Structure):
     _fields_ = [
         *((name, c_int32) for name in ("width", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab")),
         *((name, c_int32) for name in ("positions", "weights", "hidden", "gelu", "ropes", "features", "normed")),
-        *((name, c_int32) for name in ("block", "first", "mask", "markov", "rank", "confidence")),
+        *((name, c_int32) for name in ("parallel", "block", "first", "mask", "markov", "rank", "confidence")),
         *((name, c_float) for name in ("eps", "scale", "embedding")),
     ]
 
@@ -227,7 +227,7 @@ class CRounds(_WithSpans):
         *((name, c_int32) for name in ("longest", "rounds")),
         *((name, c_int64 * 2) for name in ("elapsed", "scoring", "drafting")),
         *_span("stops", "state"),
-        ("read_before", c_int32),
+        *((name, c_int32) for name in ("read_before", "head_drafts")),
         *_span("given", "read"),
     ]
 
@@ -242,6 +242,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "fly_free": (None, [c_void_p]),
     "fly_share": (c_int, [c_void_p, c_void_p, c_int, c_int]),
     "fly_set_layer": (c_int, [c_void_p, c_int, Span, c_int, c_int, c_int]),
+    "fly_set_masked": (c_int, [c_void_p, Span]),
     "fly_set_markov": (c_int, [c_void_p, Span, Span]),
     "fly_set_matrix": (c_int, [c_void_p, c_int, c_int] + [Span] * 3),
     "fly_set_stored": (c_int, [c_void_p, c_int, c_int] + [Span] * 2 + [c_int]),

@@ -32,7 +32,7 @@ from fly.models.llama import KV, Layer, Norm, embedding_scale, rotary_tables
 from fly.models.loading import Loading
 
 __all__ = [
-    "CORRECT", "FUSE", "HEAD", "JOINT", "TYPES", "TYPES_OF_ENDINGS", "WIDEST_HEAD", "PackedLlama",
+    "CORRECT", "FUSE", "HEAD", "JOINT", "TYPES", "WIDEST_HEAD", "PackedLlama",
     "computes_as_stored", "float_weights", "int8_weights", "new_model", "pool_threads", "refusal", "shape_of",
 ]  # fmt: skip
 
@@ -172,10 +172,7 @@ class PackedLlama:
             self.library.fly_draft_for(self.handle, self.config.vocab_size, self.kept_U)
         self._pack_all({HEAD: model.lm_head}, cast(list[Layer], model.layers))
         self._loading = None
-        self.weight_bytes: float = 1 if self._narrow else self.dtype.itemsize  # bytes of one weight
-        if self._in_groups:
-            count = sum(linear.weight.numel() for linear in model.modules() if isinstance(linear, nn.Linear))
-            self.weight_bytes = self.library.fly_weight_bytes(self.handle) / count
+        self._note_weight_bytes(model)
         self._prepare_calls()
 
     def _make(self, model: Llama, variant: str) -> tuple[int, Tensor] | None:
@@ -192,7 +189,7 @@ class PackedLlama:
         shape = shape_of(
             self.config,
             vocab=self.vocab,
-            weights=TYPES_OF_ENDINGS[self._narrow] if self._narrow else TYPES[self.dtype],
+            weights=self._weights,
             hidden=TYPES[self.dtype],
             gelu=self.config.traits.activation == "gelu_tanh",
             ropes=len(self.config.ropes),
@@ -204,6 +201,19 @@ class PackedLlama:
         cos, sin = (torch.cat(table).contiguous() for table in zip(*tables))
         self.handle = new_model(self, variant, shape, norm, cos, sin, self._embedding)
         return blocks
+
+    @property
+    def _weights(self) -> int:
+        """The library's number for the type of the matrices."""
+        return TYPES_OF_ENDINGS[self._narrow] if self._narrow else TYPES[self.dtype]
+
+    def _note_weight_bytes(self, *modules: nn.Module) -> None:
+        """Note how many bytes a forward reads for each weight, on average over the matrices of ``modules``."""
+        self.weight_bytes: float = 1 if self._narrow else self.dtype.itemsize
+        if self._in_groups:
+            linears = [each for module in modules for each in module.modules() if isinstance(each, nn.Linear)]
+            count = sum(linear.weight.numel() for linear in linears)
+            self.weight_bytes = self.library.fly_weight_bytes(self.handle) / count
 
     def _prepare_calls(self) -> None:
         """Prepare what consecutive calls share: a description of the KV cache used last, for the library."""

@@ -78,7 +78,7 @@ def take_rounds(target: PackedLlama, drafter: PackedLlama | None, plan: RoundPla
     )
     # What it writes.
     results = _Results.make_room(target, plan)
-    call = CRounds(nanoseconds=int(1e9 * plan.seconds))
+    call = CRounds(nanoseconds=int(1e9 * plan.seconds), head_drafts=min(plan.draft_longest, 2**31 - 1))
     call.rules, call.blocks = ctypes.pointer(rules), ctypes.pointer(results.blocks.c)
     call.hand(
         row=rows,

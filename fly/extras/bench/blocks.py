@@ -24,12 +24,13 @@ from fly.extras.bench.shapes import random_model, randomise
 from fly.extras.bench.speed import Forwards, Shape
 from fly.models import LlamaConfig
 from fly.models.dflash import DFlashConfig, DFlashHead, save_dflash_head
+from fly.models.eagle import Eagle3Head, HeadConfig, save_head
 from fly.params import SamplingParams
 from fly.policies import Exact
 from fly.runner.executor import Batch, BlockHead, DraftSpec
 from fly.runner.request import Row
 
-__all__ = ["DFLASH", "QWEN3_8B", "TAUS", "BlockCosts", "measure_costs"]
+__all__ = ["DFLASH", "PEAGLE", "QWEN3_8B", "TAUS", "BlockCosts", "measure_costs"]
 
 # https://huggingface.co/Qwen/Qwen3-8B and https://huggingface.co/z-lab/Qwen3-8B-DFlash-b16
 QWEN3_8B = LlamaConfig(
@@ -52,6 +53,14 @@ DFLASH = DFlashConfig(
     block_size=16,
     mask_token_id=151669,
     causal=(False,) * 5,
+)
+# Four layers (arXiv 2602.01469) for as many tokens, with the draft vocabulary of EAGLE-3 heads for Qwen3-8B.
+PEAGLE = HeadConfig(
+    layer=QWEN3_8B.resized(4),
+    draft_vocab_size=32000,
+    target_hidden_size=QWEN3_8B.hidden_size,
+    mask_token_id=151669,
+    drafts=15,
 )
 # Tokens that a round emits with these two at temperature 0, without thinking: measured by vLLM's own test.
 TAUS = {"GSM8K": 6.06, "HumanEval": 6.17, "MT-Bench": 4.03}
@@ -92,7 +101,7 @@ def extrapolate(few: float, many: float, layers: int) -> float:
 @torch.inference_mode()
 def measure_costs(
     target: LlamaConfig = QWEN3_8B,
-    head: DFlashConfig = DFLASH,
+    head: DFlashConfig | HeadConfig = DFLASH,
     kernels: str = "w8a8",
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
@@ -109,12 +118,14 @@ def measure_costs(
         executor_of(random_model(target.resized(depth, tie_word_embeddings=True), dtype, device), kernels)
         for depth in _DEPTHS
     ]
-    tokens = head.drafts + 1
+    drafts = head.drafts
+    assert drafts is not None
+    tokens = drafts + 1
     forwards = [Forwards("target", model, _CONTEXT + tokens + 16) for model in models]
     runs = [partial(each.seconds, Shape(1, _CONTEXT, count)) for count in (1, tokens) for each in forwards]
     # Load the drafter as a user would, so that it runs on the kernels that it gets.
     with tempfile.TemporaryDirectory(prefix="fly-bench-") as folder:
-        save_dflash_head(_random_head(head, dtype), folder, dtype)
+        _save_random_head(head, folder, dtype)
         drafter = load(folder, kernels=head_kernels, like=models[-1]).executor
     assert isinstance(drafter, BlockHead)
     drafter.share(models[-1])
@@ -130,19 +141,26 @@ def measure_costs(
     )
 
 
-def _random_head(config: DFlashConfig, dtype: torch.dtype) -> DFlashHead:
-    """Make a head with random weights, without memory for them in another dtype first."""
+def _save_random_head(config: DFlashConfig | HeadConfig, folder: str, dtype: torch.dtype) -> None:
+    """Save a head with random weights, which never have memory in another dtype, and the target's embedding."""
     with torch.device("meta"):
-        head = DFlashHead(config)
+        head = DFlashHead(config) if isinstance(config, DFlashConfig) else Eagle3Head(config, embedding=False)
     head.to_target_U = torch.arange(config.draft_vocab_size)
-    return randomise(head, dtype)
+    randomise(head, dtype)
+    if isinstance(head, DFlashHead):
+        save_dflash_head(head, folder, dtype)
+    else:
+        save_head(head, folder, dtype)
 
 
-def _drafting(drafter: BlockHead, head: DFlashConfig) -> Callable[[], object]:
+def _drafting(drafter: BlockHead, head: DFlashConfig | HeadConfig) -> Callable[[], object]:
     """Return a function that drafts one block after a text."""
-    cache = PagedKVCache.for_model(drafter, _CONTEXT + head.block_size + 64)
-    cache.resize(0, _CONTEXT + drafter.room(head.drafts, DraftSpec()))
+    drafts = drafter.longest
+    assert drafts is not None
+    room = drafter.room(drafts, DraftSpec())
+    cache = PagedKVCache.for_model(drafter, _CONTEXT + room + 64)
+    cache.resize(0, _CONTEXT + room)
     states_TF = torch.randn(_READ, head.inputs * head.target_hidden_size).to(drafter.device, drafter.dtype)
     batch = Batch.of([[1] * _READ], cache.batch([0], [_CONTEXT - _READ], [_READ]))
-    row = Row([1] * (_CONTEXT + 1), _CONTEXT, SamplingParams(temperature=0.0), Exact(), seed=0, k=head.drafts)
-    return lambda: drafter.draft(batch, states_TF, DraftSpec(), [row], [head.drafts])
+    row = Row([1] * (_CONTEXT + 1), _CONTEXT, SamplingParams(temperature=0.0), Exact(), seed=0, k=drafts)
+    return lambda: drafter.draft(batch, states_TF, DraftSpec(), [row], [drafts])

@@ -1,6 +1,7 @@
-// How a block drafter (fly/models/dflash.py) drafts: it reads the context, then runs one forward over a block of each row,
-// and then chooses the tokens of all places (``draft_block``, at the end of this file). Called by each thread of a call.
-// Knows nothing of who verifies the tokens.
+// How a head drafts all tokens at once (``draft_at_once``, at the end of this file). A block drafter (fly/models/dflash.py) reads
+// the context, and then runs one forward over a block of each row. A parallel head (fly/models/eagle.py: P-EAGLE) runs one
+// forward over the context and mask tokens after it. Then the tokens of all places are chosen. Called by each thread of a
+// call. Knows nothing of who verifies the tokens.
 
 // The panels of a layer's matrix that hold its keys and values. The first panel may hold queries too.
 inline Matrix keys_and_values(const Shape& shape, const Matrix& qkv, int* first) {
@@ -64,11 +65,29 @@ inline void lay_blocks(Call* call) {
             call->live_position[laid] = row.start + n;
         }
     }
-    call->tokens = laid;
-    call->token.at = call->live_token, call->position.at = call->live_position;
     call->in_blocks = true;
-    call->tile_at = call->tile_tokens = call->piece_count = 0;
-    next_tile(call);
+    feed_live(call, laid);
+}
+
+// Adds mask tokens to each row: its last token and the mask tokens draft one token each.
+inline void lay_masks(Call* call) {
+    int known = 0, laid = 0;
+    for (int b = 0; b < call->rows; b++) {
+        Row& row = call->row[b];
+        const int masks = call->limit[b] - 1;
+        for (int n = 0; n < row.count; n++, known++, laid++) {
+            call->live_token[laid] = call->token[known];
+            call->live_position[laid] = call->position[known];
+            call->given_at[laid] = known;
+        }
+        for (int n = 0; n < masks; n++, laid++) {
+            call->live_token[laid] = call->model->shape.mask;
+            call->live_position[laid] = call->live_position[laid - 1] + 1;
+            call->given_at[laid] = -1;
+        }
+        row.count += masks;
+    }
+    feed_live(call, laid);
 }
 
 // Multiplies the inputs of ``rows`` rows, ``ld`` values apart, with a matrix of a Markov head.
@@ -211,15 +230,15 @@ inline void choose_all(Call* call, int thread, float* spread) {
     }
 }
 
-// The whole draft: the context, the blocks, their logits, and the tokens. The job PLACES ends with the logits.
+// The whole draft: the context, the blocks or mask tokens, their logits, and the tokens. The job PLACES ends with the logits.
 template <class Wt, class K, class H>
-void draft_block(Call* call, int thread) {
+void draft_at_once(Call* call, int thread) {
     Model* model = call->model;
     const Shape& shape = model->shape;
     typename Wt::Act* last = (typename Wt::Act*)model->work.last;
-    read_context<Wt, K, H>(call, thread);
+    if (shape.block) read_context<Wt, K, H>(call, thread);
     wait(call);  // all have seen that no tile is left
-    if (!thread) lay_blocks(call);
+    if (!thread) shape.block ? lay_blocks(call) : lay_masks(call);
     wait(call, false);
     tiles<Wt, K, H>(call, thread, call->job == DRAFT ? last : nullptr);
     wait(call);

@@ -286,7 +286,8 @@ EXPORT int fly_block(Model* model, const Batch* batch, int most, Span<const char
 // A ``lookup`` (or null) changes no token; it copies from ``texts``, which hold the start[b] stored tokens of each row.
 //
 // A draft head is ``given`` the target's hidden states [T, F] before each token of the batch, in the type of the head's
-// hidden states. It has no lookup. Its distributions and logits are over the target's vocabulary.
+// hidden states. It has no lookup. A parallel head drafts all tokens of a row in one forward, and stores a mask token in place
+// of each but the last. Its distributions and logits are over the target's vocabulary.
 EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int32_t> limit,
                      Span<const Span<const int64_t>> stop, Span<int64_t> drafted, Span<int32_t> drafted_count,
                      Span<const Sampling> sampling, Span<const float> uniform, Span<float> distributions,
@@ -299,6 +300,7 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int3
                           holds("stops", stops, rows) ?: within("masks of a draft", batch->masks.there(), 0, 0) ?:
                           holds("start", batch->start, rows) ?: holds("count", batch->count, rows) ?:
                           (shape.features ? check_given(model, batch, given) : OK) ?:
+                          within("masks that are set", model->masked.at != nullptr, shape.parallel, 1) ?:
                           (shape.block ? check_blocks(model, batch) : OK))
         return error;
     if (lookup)
@@ -326,8 +328,8 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int3
         text += known + limit[b], places += limit[b];
     }
     const int64_t copies = lookup ? min_of<int64_t>((int64_t)rows * min_of(lookup->most, most), MAX_COPIES) : 0;
-    const int64_t in_blocks = (int64_t)rows * shape.block, tokens = max_of(batch->tokens + copies, in_blocks);
-    const int64_t last_rows = rows + (shape.block ? places : copies);
+    const int64_t laid = shape.parallel ? batch->tokens + places - rows : (int64_t)rows * shape.block;
+    const int64_t tokens = max_of(batch->tokens + copies, laid), last_rows = rows + (at_once(shape) ? places : copies);
     int32_t* end;
     Span<float> state;
     Arena arena;
@@ -338,8 +340,9 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int3
             call.live_row = from.take<int32_t>(rows), call.matched = from.take<int32_t>(rows);
             call.kept_at = from.take<int32_t>(rows + 1L), call.text = from.take<int32_t*>(rows);
             call.live_token = from.take<int64_t>(tokens), call.live_position = from.take<int64_t>(tokens);
-            end = from.take<int32_t>(shape.block ? 0 : text);
-            if (!shape.block) return;
+            end = from.take<int32_t>(at_once(shape) ? 0 : text);
+            if (shape.parallel) call.given_at = from.take<int32_t>(tokens);
+            if (!at_once(shape)) return;
             const int rank = padded(shape.rank), act = model->variant->activation_bytes(shape.weights);
             call.anchor = from.take<int64_t>(rows), call.chance = from.take<float>(rows, most);
             call.before = from.take<float>(rows, rank), call.correct_in = from.take<char>(rows, rank, act);
@@ -361,7 +364,7 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int3
         call.live_row[b] = b;
         drafted_count[b] = 0;
         call.reached[b] = 1;
-        if (shape.block) {
+        if (at_once(shape)) {
             call.kept_at[b + 1] = call.kept_at[b] + limit[b];
             continue;
         }
@@ -372,7 +375,7 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int3
         end += limit[b];
     }
     call.live_rows = rows;
-    start(&call, batch->threads, batch->tokens + (double)rows * most, shape.block ? 1 : most);
+    start(&call, batch->threads, batch->tokens + (double)rows * most, at_once(shape) ? 1 : most);
     const long vocab = model->tokens;
     for (int b = 0; b < rows; b++) {
         const long drafted_values = drafted_count[b] * vocab, after = (most - drafted_count[b]) * vocab * 4;

@@ -63,7 +63,7 @@ void embed_all(Call* call, int thread) {
 template <class Wt, class H, class K>
 void work(Call* call, int thread) {
     if (call->job == READ) return read_context<Wt, K, H>(call, thread);
-    if (call->job == PLACES || (call->job == DRAFT && call->model->shape.block)) return draft_block<Wt, K, H>(call, thread);
+    if (call->job == PLACES || (call->job == DRAFT && at_once(call->model->shape))) return draft_at_once<Wt, K, H>(call, thread);
     if (call->job == DRAFT) return draft<Wt, K, H>(call, thread);
     if (call->job == EMBED || call->job == ROWS) return embed_all<Wt, H>(call, thread);
     if (call->job != LOGITS) tiles<Wt, K, H>(call, thread, nullptr);

@@ -44,6 +44,14 @@ inline bool add_token(Call* call, int b, int64_t token, float chance) {
     return goes_on;
 }
 
+// Makes the ``tokens`` that were laid out in the call's own memory those of the next forward.
+inline void feed_live(Call* call, int tokens) {
+    call->tokens = tokens;
+    call->token.at = call->live_token, call->position.at = call->live_position;
+    call->tile_at = call->tile_tokens = call->piece_count = 0;
+    if (tokens) next_tile(call);
+}
+
 // Packs the next forward: for each live row, the tokens that are not stored, then copies of the tokens that a lookup
 // found. The number of copies is the one that promises the most drafted tokens a second: if each copy is right with
 // probability a, a forward drafts 1 + a + a·a + ... tokens, and ``time_of`` says how long it takes.
@@ -80,10 +88,8 @@ inline void pack(Call* call) {
         kept += copies + 1;
     }
     call->kept_at[call->live_rows] = kept;
-    call->rows = call->live_rows, call->tokens = tokens;
-    call->token.at = call->live_token, call->position.at = call->live_position;
-    call->tile_at = call->tile_tokens = call->piece_count = 0;
-    if (tokens) next_tile(call);
+    call->rows = call->live_rows;
+    feed_live(call, tokens);
 }
 
 // Drafts for each live row: the next token and, as long as it equals the copied one, the token after it.

@@ -188,6 +188,7 @@ struct Model {
     Sketch sketch;           // of the head
     Matrix fuse;             // draft heads: from hidden states of the target to a feature
     const int64_t* target;   // draft heads: the target's id of each output; memory of the owner
+    Span<const char> masked;  // [F] what a parallel head takes for the hidden states before a mask token; memory of the owner
     // Block drafters with a Markov or a confidence head:
     Matrix joint;            // GATED: from hidden state and row to the gate; RECURRENT: from state, row and hidden state to
                              // the gate, the next state and the row
@@ -243,6 +244,7 @@ struct Call : Batch {
     void* read;             // [T, states · C] out: the residual stream there
     float* features;        // [T, C] out: a draft head's features after all tokens; or null
     const void* given;      // [T, F] inputs of a draft head's first forward, in the type of hidden states; null: ``carried``
+    int32_t* given_at;      // [T] the number of each token's inputs among them, -1: ``masked``; null: in order
     // a drafter's loop
     int32_t most;           // columns of ``drafted``
     const int32_t* limit;   // [B] the most tokens to draft
@@ -338,14 +340,18 @@ static ALWAYS_INLINE T min_of(T a, T b) { return a < b ? a : b; }
 template <class T>
 static ALWAYS_INLINE T max_of(T a, T b) { return a > b ? a : b; }
 
+// Whether a model is a draft head whose first layer takes an embedding beside a feature (fly/models/eagle.py).
+static inline bool combines(const Shape& shape) { return shape.features && !shape.block; }
+
+// Whether a draft head computes all tokens of a draft in one forward.
+static inline bool at_once(const Shape& shape) { return shape.block || shape.parallel; }
+
 // The number of inputs of the widest matrix.
 static inline int most_inputs(const Shape& shape) {
     const int of_layers = max_of(max_of(shape.width, shape.heads * shape.head_dim), shape.intermediate);
-    return max_of(of_layers, max_of(shape.features, shape.rank ? 2 * shape.rank + shape.width : 0));
+    const int of_head = max_of(shape.features, combines(shape) ? 2 * shape.width : 0);
+    return max_of(of_layers, max_of(of_head, shape.rank ? 2 * shape.rank + shape.width : 0));
 }
-
-// Whether a model is a draft head that drafts token after token (fly/models/eagle.py).
-static inline bool is_serial(const Shape& shape) { return shape.features && !shape.block; }
 
 // Whether inputs of matrices are rounded to 8 bits, and how many floats each rounded row needs.
 static inline bool narrows(const Shape& shape) { return shape.weights == W8A8 || shape.weights == GROUPED; }

@@ -54,10 +54,11 @@ struct Shape {
     int32_t ropes;    // tables of cosines and sines
     int32_t features; // draft heads (fly/models/eagle.py): values of the target's hidden states; 0 for a whole model
     int32_t normed;   // draft heads: the residual is the normed feature
+    int32_t parallel; // draft heads: 1: they draft all tokens in one forward, by ``mask`` tokens after the text (P-EAGLE)
     // Block drafters (fly/models/dflash.py) are draft heads that draft a whole block in one forward.
     int32_t block;       // places of a block, the anchor's included; 0: no block drafter
     int32_t first;       // the first place that drafts a token
-    int32_t mask;        // the token at all places but the anchor's
+    int32_t mask;        // the token at all places but the anchor's, or after the text
     int32_t markov;      // Markov: how logits are corrected by the token before
     int32_t rank;        // values of a token's row of the Markov head
     int32_t confidence;  // values that the confidence head reads: C, or C + rank; 0: there is none
@@ -191,6 +192,7 @@ struct Rounds {
     Span<const Stops> stops;    // [B] where the drafter stops
     Span<const int32_t> state;  // the numbers of layers after which hidden states are wanted, for draft heads
     int32_t read_before;        // out: tokens fed in the rounds before the last
+    int32_t head_drafts;        // draft heads: the most tokens that they draft. A lookup beside them may go on to a row's k
     Span<const char> given;     // [tokens, F] the hidden states before each token that a head has not stored, row by row
     Span<char> read;            // [most · B · (k + 1), F] out: hidden states of every round's tokens, row after row
 };

@@ -120,9 +120,11 @@ inline void fuse(Call* call, int thread, const Scratch& s, Range mine, const Mat
     const Shape& shape = model->shape;
     Workspace& work = model->work;
     const long width = shape.width, given = padded(shape.features);
-    for (int t = mine.from; t < mine.to; t++)
-        convert((const H*)call->given + (long)(call->tile_at + t) * shape.features, shape.features,
-                (Act*)work.given + t * given, (int)given);
+    for (int t = mine.from; t < mine.to; t++) {
+        const long at = call->tile_at + t, number = call->given_at ? call->given_at[at] : at;
+        const H* from = number < 0 ? (const H*)model->masked.at : (const H*)call->given + number * shape.features;
+        convert(from, shape.features, (Act*)work.given + t * given, (int)given);
+    }
     wait(call);
     product<Wt>(call, thread, s, (const Act*)work.given, given, call->tile_tokens, model->fuse, next,
                 [&](int row, int panel, const float* sums) {
@@ -167,7 +169,7 @@ void decode(Call* call, int thread, const Scratch& s) {
     const int tokens = call->tile_tokens, threads = call->threads;
     const long ldx = padded(shape.width);
     Range mine = part(tokens, thread, threads);
-    const bool drafts = is_serial(shape);
+    const bool drafts = combines(shape);
     const int embedded = model->target ? model->tokens : shape.vocab;  // tokens with an embedding; a trimmed head has fewer rows
     // Embeddings.
     if (drafts) combine<Wt, H>(call, thread, s, mine);
@@ -213,8 +215,9 @@ void decode(Call* call, int thread, const Scratch& s) {
         const long ld_qkv = (long)layer.qkv.panels * PANEL, ld_gated = padded(shape.intermediate);
         show(number);
         // Attention: norm, queries and keys and values, attention over the cache, output projection.
-        const Act* normed = drafts ? (const Act*)work.normed : normalised<Wt>(call, layer.norm[ATTENTION_IN], thread, s);
-        product<Wt>(call, thread, s, normed, drafts ? 2 * ldx : ldx, tokens, layer.qkv, layer.o, [&](int row, int panel, const float* sums) {
+        const bool combined = drafts && !number;
+        const Act* normed = combined ? (const Act*)work.normed : normalised<Wt>(call, layer.norm[ATTENTION_IN], thread, s);
+        product<Wt>(call, thread, s, normed, combined ? 2 * ldx : ldx, tokens, layer.qkv, layer.o, [&](int row, int panel, const float* sums) {
             memcpy(work.qkv + row * ld_qkv + panel * PANEL, sums, PANEL * sizeof(float));
         });
         wait(call);
@@ -268,7 +271,7 @@ void finish(Call* call, int thread, const Scratch& s, Act* last) {
             const int ahead = call->kept_at[piece.row + 1] - call->row[piece.row].count;
             for (int n = piece.from; n < piece.to; n++) {
                 const int at = call->in_blocks ? used_at(call, piece.row, n) : ahead + n;
-                if (is_serial(shape) && n + 1 == call->row[piece.row].count && at % call->threads == thread)
+                if (combines(shape) && n + 1 == call->row[piece.row].count && at % call->threads == thread)
                     memcpy(model->work.carried + piece.row * ldx, model->work.x + (piece.at + n - piece.from) * ldx,
                            ldx * sizeof(float));
                 if (at < call->kept_at[piece.row] || at % call->threads != thread) continue;

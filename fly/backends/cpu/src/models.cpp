@@ -84,7 +84,7 @@ int fly::place_of(Model* model, int number, int which, MatrixPlace* place) {
     Layer& layer = model->layers[number];
     const int attended = s.heads * s.head_dim, qkv = attended + 2 * s.kv_heads * s.head_dim;
     const bool gated = s.markov == GATED;
-    const MatrixPlace all[] = {{&layer.qkv, qkv, is_serial(s) ? 2 * s.width : s.width}, {&layer.o, s.width, attended},
+    const MatrixPlace all[] = {{&layer.qkv, qkv, combines(s) && !number ? 2 * s.width : s.width}, {&layer.o, s.width, attended},
                             {&layer.gate_up, 2 * s.intermediate, s.width}, {&layer.down, s.width, s.intermediate},
                             {&model->head, s.vocab, s.width}, {&model->fuse, s.width, s.features},
                             {&model->correct, s.vocab, s.rank},
@@ -110,7 +110,7 @@ int check(const Shape& s) {
            within("weights", s.weights, FLOAT32, GROUPED) ?: within("hidden", s.hidden, FLOAT32, BFLOAT16) ?:
            within("ropes", s.ropes, 1, HEADS) ?: within("features", s.features, 0, WIDE) ?:
            within("width of a head, by 32,", s.features ? s.width % PANEL : 0, 0, 0) ?:
-           within("weights of a draft head", is_serial(s) ? s.weights : 0, FLOAT32, W8A8) ?:
+           within("parallel", s.parallel, 0, combines(s)) ?:
            within("block", s.block, 0, s.features ? MAX_TILE : 0) ?: within("first", s.first, 0, max_of(s.block - 1, 0)) ?:
            within("mask", s.mask, 0, MAX_COUNT) ?: within("markov", s.markov, UNCORRECTED, s.block ? RECURRENT : UNCORRECTED) ?:
            within("rank", s.rank, s.markov ? 1 : 0, s.markov ? WIDE : 0) ?:
@@ -130,7 +130,7 @@ int fly::make_room(Model* model, int tokens, int last_rows, int longest, int thr
         work.tile = 0;
         const Layer& layer = model->layers[0];
         if (const int error = lay_out(&work.tile_memory, "the workspace of a tile", true, [&](Dealer& from) {
-                const bool drafts = is_serial(shape);
+                const bool drafts = combines(shape);
                 work.x = from.take<float>(tile, width);
                 work.embedded = from.take<float>(drafts ? tile : 0, width);
                 work.given = from.take<char>(tile, padded(shape.features), act);
@@ -150,7 +150,7 @@ int fly::make_room(Model* model, int tokens, int last_rows, int longest, int thr
             return error;
         work.tile = tile;
     }
-    const int spreads = shape.block ? threads : 1;
+    const int spreads = at_once(shape) ? threads : 1;
     if (last_rows > work.last_rows || (last_rows && spreads > work.spreads)) {
         last_rows = max_of(last_rows, work.last_rows);
         work.last_rows = 0;
@@ -158,7 +158,7 @@ int fly::make_room(Model* model, int tokens, int last_rows, int longest, int thr
                 work.last = from.take<char>(last_rows, width, act);
                 work.logits = from.take<float>(last_rows, shape.vocab);
                 work.spread = from.take<float>(spreads, 2, padded(shape.vocab));
-                work.carried = from.take<float>(is_serial(shape) ? last_rows : 0, width);
+                work.carried = from.take<float>(combines(shape) ? last_rows : 0, width);
             }))
             return error;
         work.last_rows = last_rows, work.spreads = spreads;
@@ -237,6 +237,15 @@ EXPORT int fly_draft_for(Model* model, int tokens, Span<const int64_t> target) {
         if (const int error = within("a token id", target[i], 0, tokens - 1, OUTSIDE)) return error;
     if (const int error = within("mask", shape.mask, 0, tokens - 1)) return error;
     model->tokens = tokens, model->target = target;
+    return OK;
+}
+
+// Gives a parallel head what it takes for the target's hidden states before a mask token: ``hidden`` [F], in the type of
+// hidden states, which must outlive the model.
+EXPORT int fly_set_masked(Model* model, Span<const char> hidden) {
+    const Shape& shape = model->shape;
+    if (const int error = holds("hidden states of a mask", hidden, shape.features, bytes_of_type(shape.hidden))) return error;
+    model->masked = hidden;
     return OK;
 }
 

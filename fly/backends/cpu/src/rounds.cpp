@@ -4,7 +4,7 @@
 // fly/backends/cpu/rounds.py calls ``fly_rounds`` (at the end of this file) once in a step of the engine. The Python
 // interpreter is free meanwhile. A round consists of, in this order:
 //
-// 1. ``propose``: the drafter drafts for all rows in one call (calls.cpp: fly_draft), or a lookup copies.
+// 1. ``propose``: the drafter drafts for all rows in one call (calls.cpp: fly_draft), or a lookup copies, or both.
 // 2. ``score``: one forward of the target over each row's last token and its draft (calls.cpp: fly_score).
 // 3. ``decide``: each row's rule decides on its block (decide.cpp), and the target's own token is appended to its text.
 // 4. ``commit``: each row's length grows by the emitted tokens, which rolls both KV caches back to them.
@@ -24,7 +24,9 @@ void Series::choose_drafts() {
     draft.clear(drafter ? *draft_batch : *batch);
     for (int b = 0; b < rows; b++) {
         const RoundRow& row = args->row[b];
-        const int most = min_of<int64_t>(most_drafted(row, row.left), most_within(row));
+        const int wanted = most_drafted(row, row.left);
+        int most = min_of<int64_t>(wanted, most_within(row));
+        if (heads) most = min_of(most, args->head_drafts);
         drafts[b] = 0;
         if (most <= 0) continue;
         if (drafter) {
@@ -35,7 +37,7 @@ void Series::choose_drafts() {
             if (heads) copy(given + known, states[b], (row.length - row.draft_start) * state_bytes);
             draft.add(*draft_batch, b, row.text, row.draft_start, row.length, row.first);
             texts[i] = row.copied;
-            limit[i] = most, args->longest = max_of(args->longest, most);
+            limit[i] = most, args->longest = max_of(args->longest, heads && lookup ? wanted : most);
         } else if (lookup && target->variant->look_up(*lookup, row.copied, row.length, most)) {
             int64_t* drafted = drafted_of(b);
             for (bool ended = false; drafts[b] < most && !ended; drafts[b]++) {
@@ -45,6 +47,31 @@ void Series::choose_drafts() {
             }
         }
     }
+}
+
+// A lookup beside a head: if it copies as many tokens as the head has drafted for the i-th row that drafts, and begins alike,
+// the row drafts the copies (fly/drafts/block.py: LookupDraft). Given the first two, the others are certain. Returns how many
+// tokens the row drafts.
+int Series::look_beside(int i) {
+    constexpr int AGREE = 2;
+    const int b = draft.row[i], own = proposed[i];
+    const RoundRow& row = args->row[b];
+    const int most = min_of<int64_t>(lookup->most, most_drafted(row, row.left));
+    if (own <= AGREE || !target->variant->look_up(*lookup, row.copied, row.length, most)) return own;
+    const int32_t* copies = row.copied + row.length;
+    int64_t* tokens = chain + i * args->longest;
+    int n = 0;
+    for (bool ended = false; n < most && !ended && copies[n] >= 0 && copies[n] < vocab; n++) ended = ends(b, copies[n]);
+    bool alike = n >= own;
+    for (int at = 0; at < AGREE; at++) alike &= copies[at] == tokens[at];
+    for (int at = AGREE; alike && at < n; at++) {
+        tokens[at] = copies[at];
+        if (!args->rules->sampling.there()) continue;
+        float* certain = args->distributions + ((long)i * args->longest + at) * vocab;
+        memset(certain, 0, vocab * sizeof(float));
+        certain[copies[at]] = 1;
+    }
+    return alike ? n : own;
 }
 
 // Proposes tokens for all rows, and writes them after the rows' texts. Returns an error or OK.
@@ -64,10 +91,11 @@ int Series::propose() {
         for (int n = 0; n < limit[i]; n++) uniforms(seed, length + n, SAMPLE, 1, coins + i * args->longest + n);
     }
     if (const int error = fly_draft(drafter, &draft.batch, args->longest, limit, stop, chain, proposed,
-                                    draws ? drawing : Span<Sampling>(), coins, args->distributions, raw, lookup, texts, stops, given))
+                                    draws ? drawing : Span<Sampling>(), coins, args->distributions, raw, heads ? nullptr : lookup, texts, stops,
+                                    given))
         return error;
     for (int i = 0; i < asked; i++) {
-        const int b = draft.row[i], n = drafts[b] = proposed[i];
+        const int b = draft.row[i], n = drafts[b] = heads && lookup ? look_beside(i) : proposed[i];
         RoundRow& row = args->row[b];
         const int64_t* tokens = chain + i * args->longest;
         // The drafter has stored all drafted tokens but the last. What a head stored for its own features is never used

@@ -169,6 +169,7 @@ struct Series {
 
     // The stages of a round (rounds.cpp).
     void choose_drafts();
+    int look_beside(int i);
     int propose();
     int score();
     bool decide();
