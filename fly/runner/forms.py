@@ -56,9 +56,7 @@ def compile_form(vocabulary: LLTokenizer, kind: str, source: str) -> LLMatcher:
     try:
         if kind == "regex":
             # The library would take the end that it puts after an expression as the escaped character.
-            if re.search(
-                r"(?<!\\)(?:\\\\)*\\\Z", source
-            ):
+            if re.search(r"(?<!\\)(?:\\\\)*\\\Z", source):
                 raise ValueError("a single \\ ends it, which escapes nothing")
             grammar = LLMatcher.grammar_from_regex(source)
         elif kind == "grammar":
