@@ -421,6 +421,42 @@ def test_arguments_have_the_form_that_the_template_takes(small: Tokenizer, form:
         assert small.decode(ids, False) == wanted and controls(small, ids) == ["<|end|>"]
 
 
+CALLS = "{% for t in m.tool_calls or [] %}{{ t.function.name }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("form", "shown"),
+    [
+        ("{% if '</think>' in m.content %}!{% endif %}{{ m.content }}" + CALLS, "weather"),  # Qwen 3
+        ("{{ m.content.strip() + '.' }}" + CALLS, ".weather"),
+        ("{% if m.content is none %}" + CALLS + "{% else %}{{ m.content.strip() }}.{% endif %}", "weather"),  # DeepSeek
+        ("{% if m.content is string %}{{ m.content + CALLS }}{% else %}" + CALLS + "{% endif %}", "weather"),
+        ("{{ m.content }}{{ m.content is defined and m.content is none }}" + CALLS, "Falseweather"),
+    ],
+)
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_calls_without_a_content_are_shown(small: Tokenizer, form: str, shown: str, content: dict[str, Any]) -> None:
+    """However clients write that there is none, and however the template must be told: never with the word None."""
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {}}}
+    source = "{% for m in messages if m.role == 'assistant' %}" + form + "{% endfor %}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ids = apply(small, source, [{"role": "assistant", **content, "tool_calls": [call]}])
+    assert small.decode(ids) == shown
+
+
+def test_calls_that_a_template_does_not_show_are_left_out_with_a_warning(small: Tokenizer) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {}}}
+    messages = [*user("q"), {"role": "assistant", "content": "so", "tool_calls": [call]}, *user("r")]
+    with pytest.warns(UserWarning, match=r"'strange' leaves out the calls of message 1 \(role 'assistant'\)"):
+        assert small.decode(apply(small, "{% for m in messages %}{{ m.content }}{% endfor %}", messages)) == "qsor"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for calls in ([], [None, "x", 3, {}], "x", 3, {"a": 1}):  # no calls
+            messages[1]["tool_calls"] = calls
+            apply(small, "{% for m in messages %}{{ m.content }}{% endfor %}", messages)
+
+
 @pytest.mark.parametrize("arguments", ["[" * 100_000, "{'a': 1}", {"a": {1, 2}}, {"a": b""}, None, 3, [1], "[1]"])
 def test_arguments_of_no_form_that_a_template_takes_are_refused(small: Tokenizer, arguments: Any) -> None:
     message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": arguments}}, None, "x"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import cached_property, partial
@@ -77,8 +77,9 @@ class ChatTemplate:
         """Render a conversation. The result knows who wrote each character (``fly.models.traced``).
 
         A content is a text to the template, or a list of parts if the template reads the parts of contents. A call's
-        arguments are an object or its JSON, whichever the template takes; if it takes both, they stay as they are. A
-        message that the template shows at other places of a conversation, but not here, is left out with a warning.
+        arguments are an object or its JSON, and a content that a message lacks is absent, None or empty, whichever the
+        template takes and shows calls with; what it takes as it is stays. A message that the template shows at other
+        places of a conversation, but not here, is left out with a warning, and so are calls that it never shows.
 
         Args:
             messages: what ``conversation`` returns.
@@ -95,22 +96,13 @@ class ChatTemplate:
         def attempt(messages: Sequence[Message], forms: _Forms, continued: bool = False) -> Traced:
             last = len(messages) - 1
             traced = [
-                _trace_message(message, pieces, forms.get(message["role"], _Form.TEXT), continued and number == last)
-                for number, (message, pieces) in enumerate(zip(messages, _list_pieces(messages, forms)))
+                _trace_message(message, writers, forms.get(message["role"], _Form.TEXT), continued and number == last)
+                for number, (message, writers) in enumerate(zip(messages, _list_writers(messages, forms)))
             ]
             variables = {**trace(trusted, TEMPLATE), **trace(untrusted, OTHER), "messages": traced}
             return EMPTY + self._compiled.render(variables)
 
-        try:
-            text, forms = self._render_in_form(partial(attempt, messages, continued=continued), messages)
-        except ValueError as refusal:
-            if (converted := _with_other_arguments(messages)) == messages:
-                raise
-            try:
-                text, forms = self._render_in_form(partial(attempt, converted, continued=continued), converted)
-            except ValueError:
-                raise refusal from None
-            messages = converted
+        text, forms, messages, lost_calls = self._render_variant(partial(attempt, continued=continued), messages)
         lost = self._find_lost(attempt, messages, text, forms)
         for form in (_Form.ANY_PARTS, _Form.ONE_PART):
             with suppress(Exception):
@@ -124,10 +116,14 @@ class ChatTemplate:
                 f"it shows nothing of message {number} (role {role!r}), {shorten(_text_of(messages[number]))}; "
                 "leave the message out if that is what you want"
             )
-        if absent := self._list_absent(messages, text, forms):
-            first = f"message {absent[0]} (role {messages[absent[0]]['role']!r})"
-            others = f" and {len(absent) - 1} others" if absent[1:] else ""
-            warnings.warn(f"the chat template {self.name!r} leaves out {first}{others}", stacklevel=3)
+        for kind, absent in (
+            ("message", self._list_absent(messages, text, forms)),
+            ("the calls of message", lost_calls),
+        ):
+            if absent:
+                first = f"{kind} {absent[0]} (role {messages[absent[0]]['role']!r})"
+                others = f" and {len(absent) - 1} others" if absent[1:] else ""
+                warnings.warn(f"the chat template {self.name!r} leaves out {first}{others}", stacklevel=3)
         if not continued:
             return text
         end = writers_of(text).rfind(END) + 1 or end_of(text)
@@ -157,6 +153,30 @@ class ChatTemplate:
     def _compiled(self) -> jinja2.Template:
         """The compiled template. It is kept, because compiling takes a hundred times as long as rendering."""
         return _SANDBOX.from_string(self.source)
+
+    def _render_variant(
+        self, attempt: Callable[..., Traced], messages: Sequence[Message]
+    ) -> tuple[Traced, _Forms, Sequence[Message], list[int]]:
+        """Render the first variant of the messages that the template takes and whose calls it shows, or else the first
+        that it takes. Return the rendered text, the forms of contents, the variant, and the numbers of the messages
+        whose calls are not shown."""
+        refusal: ValueError | None = None
+        rendered: tuple[Traced, _Forms, Sequence[Message], list[int]] | None = None
+        for variant in _list_variants(messages):
+            try:
+                text, forms = self._render_in_form(partial(attempt, variant), variant)
+            except ValueError as error:
+                refusal = refusal or error
+                continue
+            lost_calls = _list_lost_calls(variant, text, forms)
+            if rendered is None or not lost_calls:
+                rendered = text, forms, variant, lost_calls
+            if not lost_calls:
+                break
+        if rendered is None:
+            assert refusal is not None
+            raise refusal
+        return rendered
 
     def _render_in_form(
         self, attempt: Callable[[_Forms], Traced], messages: Sequence[Message]
@@ -213,18 +233,17 @@ class ChatTemplate:
         if UNKNOWN in shown:  # any message may be there
             return []
         absent = []
-        for number, (message, pieces) in enumerate(zip(messages, _list_pieces(messages, forms))):
+        for number, (message, writers) in enumerate(zip(messages, _list_writers(messages, forms))):
+            missing = [piece for piece in writers.pieces if piece.writer not in shown]
+            if not missing or message.get("tool_calls"):
+                continue
             content = _text_of(message)
             answer = content if self.tags is None else content.rpartition(self.tags.close)[2]
             begin = len(content) - len(answer)
             # The last character of an open content has the writer ``END``.
             end = len(content.rstrip()) if END in shown and number == len(messages) - 1 else 0
-            missing = [
-                content[max(piece.start, begin) : piece.end]
-                for piece in pieces
-                if piece.writer not in shown and not piece.start < end <= piece.end
-            ]
-            if not message.get("tool_calls") and any(map(str.strip, missing)):
+            texts = (content[max(start, begin) : stop] for _, start, stop in missing if not start < end <= stop)
+            if any(map(str.strip, texts)):
                 absent.append(number)
         return absent
 
@@ -243,31 +262,55 @@ _NAME = re.compile(r"[\w -]+")  # a role that spells no part of a control token 
 _SANDBOX = Sandbox()
 
 
-def _list_pieces(messages: Sequence[Message], forms: _Forms) -> list[list[_Piece]]:
-    """Return the pieces of each message's text: its parts if the template gets them, else the whole. The first has the
+class _Writers(NamedTuple):
+    """The pieces of a message's text, and the writer of its calls."""
+
+    pieces: list[_Piece]
+    calls: str
+
+
+def _list_writers(messages: Sequence[Message], forms: _Forms) -> list[_Writers]:
+    """Return the writers of each message. Its text is in pieces if the template gets its parts. The first piece has the
     writer of the message."""
     further_numbers = count(len(messages))
-    pieces = []
+    writers = []
     for number, message in enumerate(messages):
         lengths = [len(_text_of(message))]
         if forms.get(message["role"]) in (_Form.PARTS, _Form.ANY_PARTS) and isinstance(message.get("content"), list):
             lengths = [len(part["text"]) for part in message["content"]]
         numbers = [number, *islice(further_numbers, max(len(lengths) - 1, 0))]
         spans = zip(numbers, accumulate(lengths), lengths)
-        pieces.append([_Piece(message_writer(each), end - length, end) for each, end, length in spans])
-    return pieces
+        pieces = [_Piece(message_writer(each), end - length, end) for each, end, length in spans]
+        writers.append(_Writers(pieces, message_writer(next(further_numbers))))
+    return writers
 
 
-def _trace_message(message: Message, pieces: Sequence[_Piece], form: _Form, continued: bool) -> dict[str, Any]:
+def _list_lost_calls(messages: Sequence[Message], text: Traced, forms: _Forms) -> list[int]:
+    """Return the numbers of the messages with calls of functions of which the rendered ``text`` shows nothing."""
+    calling = [number for number, message in enumerate(messages) if _has_calls(message)]
+    if not calling or UNKNOWN in (shown := set(writers_of(text))):
+        return []
+    writers = _list_writers(messages, forms)
+    return [number for number in calling if writers[number].calls not in shown]
+
+
+def _has_calls(message: Message) -> bool:
+    calls = message.get("tool_calls")
+    return isinstance(calls, (list, tuple)) and any(
+        isinstance(call, Mapping) and ("function" in call or "name" in call) for call in calls
+    )
+
+
+def _trace_message(message: Message, writers: _Writers, form: _Form, continued: bool) -> dict[str, Any]:
     """Return ``message`` with the writers of its texts, and its content in this ``form``."""
     traced = {}
     for name, value in message.items():
         if name == "role":
             traced[name] = trace(value, ROLE if _NAME.fullmatch(value) else OTHER)
         elif name == "content" and isinstance(value, (str, list)):
-            traced[name] = _trace_content(message, pieces, form, continued)
+            traced[name] = _trace_content(message, writers.pieces, form, continued)
         else:
-            traced[name] = trace(value, OTHER)
+            traced[name] = trace(value, writers.calls if name == "tool_calls" else OTHER)
     return {trace(name, OTHER): value for name, value in traced.items()}
 
 
@@ -298,6 +341,23 @@ def _trace_content(message: Message, pieces: Sequence[_Piece], form: _Form, cont
 def _write_core(text: str, writer: str) -> str:
     before, core = len(text) - len(text.lstrip()), len(text.strip())
     return OTHER * before + writer * core + OTHER * (len(text) - before - core)
+
+
+def _list_variants(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+    """Yield the messages, and then in other forms, as some templates need them: with other forms of calls' arguments,
+    with a content of None, and with an empty one, where there is none."""
+    seen = list[Sequence[Message]]()
+    for content in (..., None, ""):
+        variant = messages if content is ... else [_fill_content(message, content) for message in messages]
+        for each in (variant, _with_other_arguments(variant)):
+            if each not in seen:
+                seen.append(each)
+                yield each
+
+
+def _fill_content(message: Message, content: str | None) -> Message:
+    """Return the message with this ``content`` if it has none and may lack one."""
+    return message if message.get("content") or message["role"] in _SPEAKERS else {**message, "content": content}
 
 
 def _with_other_arguments(messages: Sequence[Message]) -> list[Message]:

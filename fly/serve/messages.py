@@ -105,13 +105,13 @@ class Message(Body):
         return parts if isinstance(parts, str) else "".join(part["text"] for part in parts)
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it: with a content, other absent fields left out."""
+        """Return the message as chat templates expect it, absent fields left out."""
         role = "system" if self.role == "developer" else self.role
-        names = ("name", "tool_call_id", "reasoning_content")
+        names = ("content", "name", "tool_call_id", "reasoning_content")
         fields = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.tool_calls is not None:
             fields["tool_calls"] = list(map(_read_arguments, self.tool_calls))
-        return {"role": role, "content": self.content or "", **fields}
+        return {"role": role, **fields}
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4 * MOST)]
