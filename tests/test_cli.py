@@ -313,6 +313,8 @@ def test_an_answer_follows_a_grammar_of_a_text_or_a_file(tmp_path: Path) -> None
         (["bench", "speed", "--turns", "0"], ["--turns", "equal to 1, got", "'0'"]),
         (["generate", "x", "--draft", "none+ngram"], ["'none+ngram'", "'none' stands alone"]),
         (["serve", "--api-keys-file", "absent.txt"], ["error: 'absent.txt': No such file or directory"]),
+        (["eval", "bundled-ood"], ["plan 'bundled-ood': there is no such file or folder; --task names a task"]),
+        (["eval", "bundled-odd"], ["--task names a task (did you mean 'bundled-ood'?)"]),
         (["eval", "--task", "absent.yaml"], ["'absent.yaml' cannot be read: No such file or directory"]),
         (["check", "absent_module_x:Rule"], ["absent_module_x"]),
         (["demo", "--split", "nowhere"], ["nowhere", "heldout"]),

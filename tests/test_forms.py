@@ -302,6 +302,11 @@ def test_what_is_no_schema_is_refused_with_words(schema: Schema) -> None:
         compile_schema(schema)
 
 
+def test_a_keyword_is_given_once() -> None:
+    with pytest.raises(ValueError, match="an object has 'type' twice"):
+        compile_form(BYTES, "json_schema", '{"properties": {"a": {"type": "string", "type": "integer"}}}')
+
+
 def test_an_error_names_the_place() -> None:
     schema = {"type": "object", "properties": {"a/b": {"items": {"const": 2**70}}}, "$defs": {"c": {"const": 1e400}}}
     with pytest.raises(ValueError, match=r"^at #/properties/a/b/items: the constant 11805"):

@@ -116,13 +116,21 @@ def _join_lines(text: str) -> str:
 
 def _prepare_schema(source: str) -> str:
     """Return a JSON schema as the library needs it. Raises ``ValueError`` with the reason if it cannot be held."""
-    schema = json.loads(source)
+    schema = json.loads(source, object_pairs_hook=_read_object)
     if not isinstance(schema, dict):
         return source
     _Schemas(schema).prepare()
     if isinstance(options := schema.get("x-guidance", {}), dict):
         schema["x-guidance"] = _WRITING | options
     return json.dumps(schema, allow_nan=False)
+
+
+def _read_object(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(members)
+    if len(value) < len(members):
+        names = [name for name, _ in members]
+        raise ValueError(f"an object has {next(name for name in names if names.count(name) > 1)!r} twice")
+    return value
 
 
 # What a grammar in Lark's syntax has: texts, expressions and comments, or the start of a schema.

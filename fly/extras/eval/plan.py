@@ -25,10 +25,10 @@ from pydantic import (
 
 from fly.cache import DEFAULT_BYTES
 from fly.config import Cache, Fields
-from fly.errors import PlacedError, explain
+from fly.errors import PlacedError, did_you_mean, explain
 from fly.expressions import CLASS_PATH, grid
 from fly.extras.eval.records import Key
-from fly.extras.eval.task import Problem, Task, load_task
+from fly.extras.eval.task import Problem, Task, load_task, task_names
 from fly.models.bundled import BUNDLED, usual_draft
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.policies.registry import load_policy
@@ -380,6 +380,9 @@ class Plan(BaseModel):
         path = Path(path)
         if path.is_dir():
             return Plan.settings_of(Plan.read_run(path))
+        if not path.suffix and not path.exists():
+            hint = "" if str(path) in task_names() else did_you_mean(str(path), task_names())
+            raise ValueError(f"plan {str(path)!r}: there is no such file or folder; --task names a task{hint}")
         fields = Fields.read(path, "plan", Plan.model_fields)
         if "tasks" in fields:
             fields["tasks"] = [_placed(each, path.absolute().parent) for each in _listed(fields["tasks"])]
