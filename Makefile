@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 demo: $(VENV)/.installed
 	$(BIN)/fly demo
 
-# An answer in two minutes: what tests/conftest.py does not list as slow, with half of the examples.
+# An answer in two minutes: what tests/conftest.py does not list as slow, with two thirds of the examples.
 check: $(VENV)/.installed-dev lint types
 	$(BIN)/pytest -n auto -m quick --hypothesis-profile quick
 

@@ -181,7 +181,8 @@ CASES = [
 
 @pytest.mark.parametrize(("draft", "kernels"), CASES if VARIANTS else [])
 def test_requests_come_and_go(draft: str, kernels: str) -> None:
-    for crowd in (False, True):
+    # Without a sanitizer every other draft meets hundreds at once, and the others one or some.
+    for crowd in (False, True) if SANITIZER else (DRAFTS.index(draft) % 2 == 1,):
         own = {"draft": draft, "kernels": KERNELS if kernels == "any" else [kernels], "crowd": crowd}
         run_state_machine_as_test(
             type("Load", (Load,), own), settings=settings(max_examples=3 if SANITIZER else 2, stateful_step_count=10)

@@ -200,7 +200,7 @@ decode(LLM("fly-tiny", draft="ngram", device="cpu"), 64)  # libraries take what 
 gc.collect()
 before = anonymous()
 llm = LLM(sys.argv[1], draft="ngram", device="cpu", cache=2048)
-decode(llm, 900)
+decode(llm, 300)
 gc.collect()
 cache, model = llm.engine.runner.cache, llm.engine.runner.executor.packed
 print(anonymous() - before, cache.keys.nbytes + cache.values.nbytes + model.workspace_bytes)

@@ -145,7 +145,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "parallel heads": lambda: rounds(HEADED, LookupDraft(NGramDraft(2, 1, 4), BlockDraft(PARALLEL_HEAD)), 1.0),
 }
 WILL_DO = {
-    "", "start", "count", "control", "stops", "draft_logits",  # there is none, or this call does not use it
+    "start", "count", "control", "stops", "draft_logits",  # this call does not use it
     # One argument there says by its size how many values there are.
     "score", "step", "uniforms", "mismatch", "_decide", "decisions",
 }  # fmt: skip
@@ -161,25 +161,36 @@ def _with_targets_matrices() -> None:
 
 def tried(call: Callable[[], None]) -> tuple[set[str], set[str]]:
     """What happens if one piece of memory that ``call`` hands over is a byte short, each in turn, or has nothing where
-    a byte less will do: the names that it is refused by, and who handed over what will do in both cases."""
+    a byte less will do: the names that it is refused by, and who handed over what will do in both cases. Of what the
+    same argument of the same line hands over again and again, the first three pieces and the last are tried."""
     found, will_do, seen, short, left = set[str](), set[str](), 0, 0, 0
-    real, label = library._extent, ""
+    handed: dict[tuple[Any, ...], list[int]] = {}
+    real, label, caller, argument = library._extent, "", (0, 0), 0
 
     def one_short(values: Any) -> tuple[int, int]:
-        nonlocal seen, label
+        nonlocal seen, label, caller, argument
         seen += 1
         at, size = real(values)
-        if seen != short or size <= 0:
+        if short and seen != short:
             return at, size
         frame = sys._getframe(1)  # a structure's ``hand`` knows the name
-        label = frame.f_locals.get("name") or frame.f_back.f_code.co_name  # type: ignore[union-attr]
-        return at, size - 1 if left else 0
+        above: Any = frame.f_back
+        name = frame.f_locals.get("name") or above.f_code.co_name
+        if short:
+            label = name
+            return at, size - 1 if left else 0
+        argument = argument + 1 if caller == (id(above), above.f_lasti) else 0
+        caller = id(above), above.f_lasti
+        if size > 0:
+            lines = [(each.f_code, each.f_lineno) for each in (frame, above, above.f_back)]
+            handed.setdefault((name, argument, *lines), []).append(seen)
+        return at, size
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "_extent", one_short)
         call()
-        for number in range(1, seen + 1):
-            short, label = number, ""
+        for piece in sorted({number for each in handed.values() for number in (*each[:3], each[-1])}):
+            short = piece
             for byte_less in (True, False):
                 seen, left = 0, byte_less
                 try:

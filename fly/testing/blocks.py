@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
-from copy import deepcopy
-from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache, partial, wraps
 from types import CodeType
 from typing import Any, Literal, TypeVar, get_origin
 
 import torch
 from torch import Tensor
 
-from fly.contents import Keyed
 from fly.expressions import hints_of
 from fly.ops import one_hot
 from fly.policies import AcceptancePolicy, verify
@@ -37,6 +35,7 @@ __all__ = [
     "make_cases",
     "make_draft_logits",
     "markers_of",
+    "once_for_each",
     "require_same",
     "rounded",
     "toy_vocabulary",
@@ -46,6 +45,7 @@ TOLERANCE = 1e-5  # for probabilities: distributions are float32, and steps are 
 TICK = 2.0**-24  # the smallest step of the engine's uniform numbers
 
 P = TypeVar("P", bound=Bindable)
+T = TypeVar("T")
 Outcome = tuple[int, int, list[int]]  # accepted tokens, the next token, and a code for each drafted token
 
 _TEXTS = [b" word", b"7", b"\n", b"Name", b"(", b" "]  # the texts of the first tokens
@@ -120,14 +120,40 @@ def _written(method: object) -> Iterator[object]:
             yield part
 
 
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """A rule as the key of a cache. Only the same object equals it: equal rules, such as a pickled copy, are tried
+    apart."""
+
+    rule: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.rule is other.rule
+
+    def __hash__(self) -> int:
+        return id(self.rule)
+
+
+def once_for_each(function: Callable[..., T]) -> Callable[..., T]:
+    """Decorate a function of a rule and of further arguments: remember what it returns for the last rules."""
+    remembered = lru_cache(64)(lambda same, *arguments: function(same.rule, *arguments))
+
+    @wraps(function)
+    def call(rule: Any, *arguments: Any) -> T:
+        return remembered(_Same(rule), *arguments)
+
+    return call
+
+
 def bind_to(policy: P, target: Target) -> P:
-    """Bind a policy, or a condition, to a vocabulary of the target's size that has its markers."""
-    return policy.bind(toy_vocabulary(target.logits_BKV.shape[-1], _markers(policy.keyed)))
+    """Bind a policy, or a condition, to a vocabulary of the target's size that has its markers. As in an engine, the
+    bound policy is the same for all blocks."""
+    return _bind(policy, target.logits_BKV.shape[-1])
 
 
-@lru_cache
-def _markers(policy: Keyed[Bindable]) -> tuple[str, ...]:
-    return markers_of(policy.value)
+@once_for_each
+def _bind(policy: Any, size: int) -> Any:
+    return policy.bind(toy_vocabulary(size, markers_of(policy)))
 
 
 @dataclass(frozen=True)
@@ -215,11 +241,26 @@ def make_block(seed: int, rows: int = 4, longest: int = 9, vocab: int = 6, tempe
     ``temperature`` None mixes greedy and sampled rows; with 0 all are greedy. Tensors and lists are the caller's own: a
     policy that changes its inputs spoils no other check.
     """
-    return deepcopy(_make_block(seed, rows, longest, vocab, temperature))
+    target, draft, noise = _make_parts(seed, rows, longest, vocab, temperature)
+    return Case(Target(**_copied(target)), Draft(**_copied(draft)), Noise(**_copied(noise)))
+
+
+def _copied(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Copy arguments that are tensors or lists of lists."""
+    copies = dict(arguments)
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            copies[name] = value.clone()
+        elif isinstance(value, list):
+            copies[name] = [list(row) for row in value]
+    return copies
 
 
 @lru_cache(256)
-def _make_block(seed: int, rows: int, longest: int, vocab: int, temperature: float | None) -> Case:
+def _make_parts(
+    seed: int, rows: int, longest: int, vocab: int, temperature: float | None
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Make the arguments of a block's target, draft and noise."""
     generator = torch.Generator().manual_seed(seed)
     rand, randn = partial(torch.rand, generator=generator), partial(torch.randn, generator=generator)
     logits = (0.3 + 6 * rand(rows, longest + 1, 1)) * randn(rows, longest + 1, vocab)
@@ -236,21 +277,21 @@ def _make_block(seed: int, rows: int, longest: int, vocab: int, temperature: flo
     lengths = torch.randint(0, longest + 1, (rows,), generator=generator)
     lengths[0] = longest
     all_greedy = not any(temperatures)
-    target = Target(
-        logits,
-        None if all_greedy else sampling.probs(logits),
-        greedy_B=sampling.greedy_B,
-        control_V=torch.arange(vocab) == vocab - 1,
-        generated_B=torch.arange(rows),
-        relaxed_B=torch.arange(rows) // 2,
-        nats_B=torch.arange(rows) / 2,
-        spent=lambda label: torch.arange(rows) / 3,
-        relaxed_at=[list(range(5, 5 + b // 2)) for b in range(rows)],
-        history=[torch.randint(0, vocab, (5 + b,), generator=generator).tolist() for b in range(rows)],
-    )
-    draft = Draft(tokens, lengths, None if all_greedy or seed % 2 else drawn_from)
-    draft = replace(draft, logits_BKV=make_draft_logits(draft, vocab))
-    return Case(target, draft, Noise(rand(rows, longest), rand(rows)))
+    target = {
+        "logits_BKV": logits,
+        "probs": None if all_greedy else sampling.probs(logits),
+        "greedy_B": sampling.greedy_B,
+        "control_V": torch.arange(vocab) == vocab - 1,
+        "generated_B": torch.arange(rows),
+        "relaxed_B": torch.arange(rows) // 2,
+        "nats_B": torch.arange(rows) / 2,
+        "spent": lambda label: torch.arange(rows) / 3,
+        "relaxed_at": [list(range(5, 5 + b // 2)) for b in range(rows)],
+        "history": [torch.randint(0, vocab, (5 + b,), generator=generator).tolist() for b in range(rows)],
+    }
+    draft = {"tokens_BK": tokens, "lengths_B": lengths, "probs_BKV": None if all_greedy or seed % 2 else drawn_from}
+    draft["logits_BKV"] = make_draft_logits(Draft(**draft), vocab)
+    return target, draft, {"accept_BK": rand(rows, longest), "sample_B": rand(rows)}
 
 
 def make_draft_logits(draft: Draft, vocab: int, surer: int = 0) -> Tensor:

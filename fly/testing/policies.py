@@ -44,6 +44,7 @@ from fly.policies import (
 from fly.policies.binding import parts_of
 from fly.policies.reads import DRAFT_LOGITS, PARTS, note_logits
 from fly.policies.waits import find_wait, see_on_device
+from fly.runner.executor import Executor
 from fly.runner.request import Stats
 from fly.runner.sampling import BatchSampling
 from fly.testing.blocks import (
@@ -54,6 +55,7 @@ from fly.testing.blocks import (
     make_block,
     make_cases,
     make_draft_logits,
+    once_for_each,
     require_same,
     rounded,
 )
@@ -221,7 +223,9 @@ def check_no_hidden_randomness(policy: AcceptancePolicy) -> str | None:
     return None
 
 
+@once_for_each
 def _require_function(policy: AcceptancePolicy) -> None:
+    """Raise ``ConformanceError`` if a verdict depends on anything but its inputs."""
     for case in make_cases():
         first, again, other = (seeded(seed, lambda: case.outcomes(policy)) for seed in (1, 1, 2))  # noqa: B023
         require_same(case, "asked once", first, "asked again (a rule keeps no state)", again)
@@ -351,12 +355,11 @@ def check_what_it_reads(policy: AcceptancePolicy) -> str:
 def check_in_a_graph(policy: AcceptancePolicy) -> str:
     """On a CUDA device the rule decides as elsewhere, in a graph or outside of it."""
     graph_count = 0
-    find_wait_once = functools.cache(functools.partial(_find_wait, policy))
     for case in make_cases():
         is_drawn = not case.target.all_greedy
         if case.target.some_greedy and is_drawn:
             continue  # a graph decides greedy rows and others apart
-        waits = find_wait_once(is_drawn, case.draft.probs_BKV is not None) is not None
+        waits = _find_wait(policy, is_drawn, case.draft.probs_BKV is not None) is not None
         graph_count += not waits
         device_case = dataclasses.replace(case, target=see_on_device(case.target, not waits))
         require_same(case, "elsewhere", case.outcomes(policy), "on a CUDA device", device_case.outcomes(policy))
@@ -378,6 +381,7 @@ def check_cuda_graph(policy: AcceptancePolicy) -> str:
     return f"runs outside of the graph: {reasons_text}"
 
 
+@once_for_each
 def _find_wait(policy: AcceptancePolicy, is_drawn: bool, is_sampled: bool) -> str | None:
     """Return why a graph cannot hold the decision (``find_wait``), by a vocabulary of the size that it tries."""
     return find_wait(bind_to(policy, Target(torch.zeros(1, 2, 32))), is_drawn, is_sampled)
@@ -392,19 +396,25 @@ def _projection() -> float:
     return min(timeit.repeat(lambda: hidden @ head.T, number=1, repeat=3)) / len(head)
 
 
+@functools.cache
+def _cost_block(vocab: int) -> tuple[Executor, torch.Tensor, list[list[int]], Draft]:
+    """Make one row of 15 drafted tokens: an executor, the target's logits [1, 16, V] and its choices, and the draft."""
+    generator = torch.Generator().manual_seed(vocab)
+    # Normal logits with a standard deviation above sqrt(2 ln V) are about as uncertain as a trained model's.
+    logits = torch.randn(1, 16, vocab, generator=generator) * 1.3 * math.sqrt(2 * math.log(vocab))
+    choices = logits.argmax(-1).tolist()  # a forward returns them too
+    drafted = [(token + (j % 5 == 4)) % vocab for j, token in enumerate(choices[0][:-1])]  # one in five is wrong
+    return make_executor(toy_target(vocab)), logits, choices, Draft.of([drafted])
+
+
 def check_cost(policy: AcceptancePolicy) -> str:
-    """Measure how long a decision takes, from logits to kept tokens (the fastest of seven runs). The block is one row
+    """Measure how long a decision takes, from logits to kept tokens (the fastest of five runs). The block is one row
     of 15 drafted tokens, at temperature 0 and at 0.8 with top-p 0.95."""
-    generator = torch.Generator().manual_seed(0)
     nucleus = BatchSampling.of([SamplingParams(temperature=0.8, top_p=0.95)])
     cost_texts = []
     for vocab in (32_000, 128_256):
-        executor = make_executor(toy_target(vocab))
-        # Normal logits with a standard deviation above sqrt(2 ln V) are about as uncertain as a trained model's.
-        logits = torch.randn(1, 16, vocab, generator=generator) * 1.3 * math.sqrt(2 * math.log(vocab))
-        choices = logits.argmax(-1).tolist()  # a forward returns them too
-        drafted = [(token + (j % 5 == 4)) % vocab for j, token in enumerate(choices[0][:-1])]  # one in five is wrong
-        draft, rule = Draft.of([drafted]), bind_to(policy, Target(logits))
+        executor, logits, choices, draft = _cost_block(vocab)
+        rule = bind_to(policy, Target(logits))
         if rule.reads_logits:
             draft = dataclasses.replace(draft, logits_BKV=make_draft_logits(draft, vocab))
 
@@ -415,7 +425,7 @@ def check_cost(policy: AcceptancePolicy) -> str:
 
         costs = []
         for kind in ("greedy", "sampled"):
-            cost = min(timeit.repeat(functools.partial(decide, kind), number=1, repeat=7))
+            cost = min(timeit.repeat(functools.partial(decide, kind), number=1, repeat=5))
             costs.append(f"{cost * 1e6:,.0f} µs {kind} ({cost / _projection() / vocab:.1%})")
         cost_texts.append(f"{', '.join(costs)} for a vocabulary of {vocab:,}")
     return f"{'; '.join(cost_texts)}; in brackets, relative to the output projection of a model of width 1,024"
