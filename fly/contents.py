@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 __all__ = ["Keyed", "content_of"]
 
-T = TypeVar("T")
+T = TypeVar("T", covariant=True)
 
 
 class Keyed(Generic[T]):

@@ -488,8 +488,8 @@ class AdaptiveDraft(Wrapper):
             measured.costs.add_step(len(active), draft / steps, size, forward)
         # Learn what drafts yield. A row that ends cuts off tokens that would have been kept, so its last draft says
         # nothing.
-        for row, n, row_results, drafts in zip(rows, this.asked, results, this.drafts):
-            if drafts:
+        for row, n, row_results, learns in zip(rows, this.asked, results, this.drafts):
+            if learns:
                 history = self._row(row)
                 history.read = len(row.tokens) if row_results else history.read
                 row_results += [(0, 0, 0)] * (rounds - len(row_results)) * bool(n)

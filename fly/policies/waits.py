@@ -31,6 +31,7 @@ from fly.types import Draft, Noise, Target
 
 __all__ = ["HostWait", "TextOnHost", "find_wait", "see_on_device"]
 
+_ACCOUNT = "it keeps account of what relaxed tokens cost, which is on the host"
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 
 
@@ -59,7 +60,7 @@ def see_on_device(target: Target, inside: bool) -> Target:
 
 
 def _on_host(label: str) -> Tensor:
-    raise HostWait("it keeps account of what relaxed tokens cost, which is on the host")
+    raise HostWait(_ACCOUNT)
 
 
 class _RefuseUploads(TorchFunctionMode):
@@ -109,6 +110,8 @@ def find_wait(policy: AcceptancePolicy, drawn: bool = False, sampled: bool = Fal
         drawn: whether rows are above temperature 0.
         sampled: whether drafts were drawn from a distribution.
     """
+    if policy.budgets:
+        return _ACCOUNT
     rows = 2
     longest = 9
     width = 32

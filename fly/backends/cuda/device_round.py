@@ -60,8 +60,6 @@ class Group(NamedTuple):
 
 def find_refusal(group: Group, drafter: object) -> str | None:
     """Return why a graph cannot hold the decision about this group (``find_wait``), or None if it can."""
-    if group.policy.budgets:
-        return "it keeps account of what relaxed tokens cost, which is on the host"
     return _find_wait(group.keyed, group.drawn, group.drawn and drafter is not None)
 
 
