@@ -225,6 +225,22 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{name(page)}: {link}; there are {sorted(anchors(target))}"
 
 
+@pytest.mark.parametrize("page", LINKED, ids=name)
+def test_the_page_names_only_files_and_functions_that_exist(page: Path) -> None:
+    """Paths from the root, as `fly/llm.py` or `tests/test_x.py::test_y`; and names before one, as `LLM._row`
+    (`fly/llm.py`)."""
+    text = prose(page)
+    for path, _, test in re.findall(
+        r"`((?:fly|tests|benchmarks|examples|tools|configs)/[\w./-]+\.\w+)(::(\w+))?`", text
+    ):
+        assert (ROOT / path).exists(), path
+        assert test in (ROOT / path).read_text(encoding="utf-8"), f"{test} in {path}"
+    for names, path in re.findall(r"((?:`[\w.]+`(?:, | and )?)+) \(`(fly/[\w/]+\.(?:py|h|cpp))`", text):
+        for dotted in re.findall(r"`([\w.]+)`", names):
+            word = dotted.rpartition(".")[2]
+            assert re.search(rf"\b{word}\b", (ROOT / path).read_text(encoding="utf-8")), f"{dotted} in {path}"
+
+
 @pytest.mark.parametrize(("index", "pages"), [(DOCS / "README.md", PAGES), (DOCS / "results" / "README.md", RESULTS)])
 def test_the_index_lists_every_page(index: Path, pages: list[Path]) -> None:
     listed = {(index.parent / link).resolve() for link in re.findall(r"\]\(([^)#\s]+)\)", prose(index))}
