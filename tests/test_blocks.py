@@ -333,5 +333,5 @@ def test_what_is_wrong_with_blocks_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="a kind of blocks is 11"):
         load().fly_set_embedding(packed.handle, 11, blocks)
     other = PackedLlama(random_llama(0), VARIANTS[0])
-    with pytest.raises(ValueError, match="weights of this model is 0, not 4 to 4"):
+    with pytest.raises(ValueError, match="weights of this model is 0, not 3 to 3"):
         load().fly_set_stored(other.handle, 0, 4, (CStored * 0)(), None, False)
