@@ -474,6 +474,8 @@ def test_errors_of_a_template_call_texts_what_they_are(small: Tokenizer) -> None
     """In the words that transformers gives."""
     with pytest.raises(ValueError, match="refused the messages: 'str object' has no attribute 'items'"):
         apply(small, "{{ messages[0].content.items() }}", user("a"))
+    with pytest.raises(ValueError, match="refused the messages: 'list object' has no attribute 'role'"):
+        apply(small, "{{ messages[0].content[0].text }}{{ messages[0].content.role.x }}", user("a"))
     with pytest.raises(ValueError, match="refused the messages: list object has no element 1"):
         apply(small, "{{ messages[0].content[0].text }}{{ messages[0].content[1].text }}", user("a"))
 
