@@ -337,6 +337,11 @@ def test_data_without_end_is_refused(small: Tokenizer) -> None:
     endless.append(endless)
     with pytest.raises(ValueError, match="'strange' refused the messages: maximum recursion"):
         apply(small, "{{ tools }}{{ messages[0].content }}", user("a"), tools=endless)
+    looped: dict[str, Any] = {"name": "f"}
+    looped |= {"arguments": looped, "function": looped}
+    for calls in (endless, [looped], [{"function": looped}]):
+        with pytest.raises(ValueError, match="'strange' refused the messages: maximum recursion"):
+            apply(small, "{{ messages[0].content }}", [{"role": "assistant", "content": "a", "tool_calls": calls}])
 
 
 def test_each_role_has_the_form_that_is_read_of_it(small: Tokenizer) -> None:
@@ -469,6 +474,8 @@ def test_errors_of_a_template_call_texts_what_they_are(small: Tokenizer) -> None
     """In the words that transformers gives."""
     with pytest.raises(ValueError, match="refused the messages: 'str object' has no attribute 'items'"):
         apply(small, "{{ messages[0].content.items() }}", user("a"))
+    with pytest.raises(ValueError, match="refused the messages: 'list object' has no attribute 'role'"):
+        apply(small, "{{ messages[0].content[0].text }}{{ messages[0].content.role.x }}", user("a"))
     with pytest.raises(ValueError, match="refused the messages: list object has no element 1"):
         apply(small, "{{ messages[0].content[0].text }}{{ messages[0].content[1].text }}", user("a"))
 

@@ -362,24 +362,30 @@ def _fill_content(message: Message, content: str | None) -> Message:
 
 def _with_other_arguments(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with the arguments of their calls in the other form: objects as JSON, JSON as objects."""
+    converted = []
+    for message in messages:
+        if isinstance(calls := message.get("tool_calls"), (list, tuple)):
+            message = {**message, "tool_calls": [_convert_call(call) for call in calls]}
+        converted.append(message)
+    return converted
 
-    def convert(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [convert(item) for item in value]
-        if not isinstance(value, Mapping):
-            return value
-        arguments = value.get("arguments")
-        with suppress(TypeError, ValueError, RecursionError):  # they have no other form
-            if isinstance(arguments, Mapping):
-                return {**value, "arguments": json.dumps(arguments, ensure_ascii=False)}
-            if isinstance(arguments, str) and isinstance(parsed := json.loads(arguments), dict):
-                return {**value, "arguments": parsed}
-        return {name: convert(item) if name == "function" else item for name, item in value.items()}
 
-    return [
-        {name: convert(value) if name == "tool_calls" else value for name, value in message.items()}
-        for message in messages
-    ]
+def _convert_call(call: Any) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(function := call.get("function"), Mapping):
+        return {**call, "function": _convert_arguments(function)}
+    return _convert_arguments(call)
+
+
+def _convert_arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    arguments = function.get("arguments")
+    with suppress(TypeError, ValueError, RecursionError):  # they have no other form
+        if isinstance(arguments, Mapping):
+            return {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        if isinstance(arguments, str) and isinstance(parsed := json.loads(arguments), dict):
+            return {**function, "arguments": parsed}
+    return function
 
 
 def _text_of(message: Message) -> str:

@@ -79,10 +79,10 @@ class Parts(list[Any]):
 
     def __init__(self, parts: Iterable[Any], role: str) -> None:
         super().__init__(parts)
-        self.role = role
+        self._role = role  # templates cannot read names that begin with "_"
 
     def __repr__(self) -> str:
-        raise PartsPrinted(self.role)
+        raise PartsPrinted(self._role)
 
 
 class PartsWanted(Exception):
@@ -247,7 +247,7 @@ def _check_character(value: Any, name: Any) -> None:
 def _check_printed(value: Any) -> None:
     """Raise ``PartsPrinted`` if there are parts of a content in data."""
     if isinstance(value, Parts):
-        raise PartsPrinted(value.role)
+        raise PartsPrinted(value._role)
     if isinstance(value, (Mapping, list, tuple)):
         for each in value.values() if isinstance(value, Mapping) else value:
             _check_printed(each)
