@@ -323,6 +323,8 @@ CHOICES: list[tuple[str, str]] = [
     ("The rule (A) holds.", "A"),
     ("A. Rome\nB. Oslo\nC. Paris\nD. Bern\n\n**C. Paris**", "C"),
     ("A. Rome\nB. Oslo\n\nA. Rome", "A"),
+    ("A. Yes\nB. No\n\nB", "B"),
+    ("A. True\nB. False\n\nThe statement does not hold: (B)", "B"),
     ("Both A and C look right, but C is better", "C"),
     ("A or C? C.", "C"),
     ("<think>A or B? A.</think>\nC", "C"),

@@ -215,6 +215,7 @@ REFUSED: list[tuple[Schema, str]] = [
     # The library puts these within brackets, so it took them.
     *[({"pattern": text}, f"pattern {text!r} is no regular expression") for text in ["a)|(b", ")(", "a\\", "a|)"]],
     ({"propertyNames": {"minLength": 2}}, "propertyNames"),
+    ({"propertyNames": {"pattern": 5}}, "propertyNames"),
     ({"properties": {"c": {}}, "propertyNames": {"enum": ["a"]}}, "propertyNames"),
     ({"uniqueItems": True}, "uniqueItems"),
     ({"contains": {}, "minContains": 0}, "contains"),
@@ -283,6 +284,7 @@ KEYWORDS = [
     "type", "format", "pattern", "minLength", "minimum", "exclusiveMaximum", "multipleOf", "properties", "required",
     "minProperties", "patternProperties", "additionalProperties", "items", "prefixItems", "additionalItems", "minItems",
     "enum", "const", "anyOf", "allOf", "oneOf", "$ref", "$defs", "x-guidance", "$id", "$schema",
+    "propertyNames", "not", "if", "then", "uniqueItems", "minContains", "unevaluatedItems", "$anchor",
 ]  # fmt: skip
 any_json = st.recursive(
     st.one_of(constants, st.sampled_from(["string", "object", "array", "#", "#/x", "(", 1e400, -1])),

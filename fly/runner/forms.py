@@ -245,7 +245,7 @@ class _Schemas:
             return
         values = schema.get("additionalProperties", True)
         limits = names.keys() - {"$ref", "type", "title", "description"}
-        if limits == {"pattern"}:
+        if limits == {"pattern"} and isinstance(names["pattern"], str):
             schema["patternProperties"] = {names["pattern"]: values}
         elif limits in ({"enum"}, {"const"}):
             listed = [names["const"]] if "const" in names else _get_list(names, "enum")
@@ -361,7 +361,7 @@ _PATTERN_PARTS = re.compile(r"\\.?|[()]|\[(?P<begin>\^?\]?)(?P<members>(?:\\.|[^
 
 
 def _prepare_patterns(schema: dict[str, Any]) -> None:
-    """Write the classes in patterns as the library reads them. Raises ``ValueError`` for a pattern that it refuses."""
+    """Write the classes in patterns as the library reads them."""
     if _may_be(schema, "string") and isinstance(pattern := schema.get("pattern"), str):
         schema["pattern"] = _prepare_pattern(pattern, "pattern")
     if _may_be(schema, "object") and (values := _get_mapping(schema, "patternProperties")):
@@ -375,13 +375,14 @@ def _escape_member(member: re.Match[str]) -> str:
 
 
 def _prepare_pattern(pattern: str, key: str) -> str:
-    """Escape what has a meaning within the library's classes, but stands for itself in those of JSON Schema."""
+    """Escape what has a meaning within the library's classes, but stands for itself in those of JSON Schema. Raises
+    ``ValueError`` for what the library would take otherwise."""
     depth = 0
 
     def escape(part: re.Match[str]) -> str:
         nonlocal depth
         depth += {"(": 1, ")": -1}.get(part[0], 0)
-        if depth < 0 or part[0] == "\\":  # the library puts brackets around a pattern, so it finds neither
+        if depth < 0 or part[0] == "\\":  # the library, which puts brackets around a pattern, finds neither
             raise ValueError(f"{key} {pattern!r} is no regular expression: it has a {part[0]} too many")
         if part["members"] is None:
             return part[0]
@@ -390,12 +391,7 @@ def _prepare_pattern(pattern: str, key: str) -> str:
         members = re.sub(r"\\.|[\[&~]", _escape_member, part["members"])
         return f"[{part['begin']}{members}]"
 
-    prepared = _PATTERN_PARTS.sub(escape, pattern)
-    grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": prepared}))
-    matcher = LLMatcher(_byte_vocabulary(), grammar, log_level=0, limits=_LIMITS)
-    if matcher.is_error() and not _is_too_large(matcher):
-        raise ValueError(f"{key} {pattern!r}: {_join_lines(matcher.get_error()).removesuffix(' <non-verbose/>')}")
-    return prepared
+    return _PATTERN_PARTS.sub(escape, pattern)
 
 
 def _move_bounds(schema: dict[str, Any]) -> None:
@@ -474,16 +470,26 @@ def _may_be(schema: dict[str, Any], kind: str) -> bool:
 
 def _begins(schema: dict[str, Any], text: str) -> bool:
     """Return whether a text of ``schema`` goes on after ``text``; also if the library refuses the schema, because it
-    will then refuse the whole. Raises ``ValueError`` if the schema is too large."""
+    will then refuse the whole. Raises ``ValueError`` if the schema is too large, or names a pattern that is refused."""
     alone = json.dumps({"x-guidance": {**_WRITING, "whitespace_pattern": None, "whitespace_flexible": False}, **schema})
-    matcher = LLMatcher(_byte_vocabulary(), LLMatcher.grammar_from_json_schema(alone), log_level=0, limits=_LIMITS)
+    matcher = _compile_alone(alone)
     if matcher.is_error() and not _is_too_large(matcher):
+        patterns = [("patternProperties", pattern) for pattern in schema.get("patternProperties", ())]
+        for key, pattern in [("pattern", schema.get("pattern", "")), *patterns]:
+            matcher = _compile_alone(json.dumps({"type": "string", "pattern": pattern}))
+            if matcher.is_error():
+                reason = _join_lines(matcher.get_error()).removesuffix(" <non-verbose/>")
+                raise ValueError(f"{key} {pattern!r}: {reason}")
         return True
     matcher.consume_tokens(list(text.encode()))
     begins = _follow(matcher)
     if _is_too_large(matcher):
         raise ValueError(explain_failure(matcher))
     return begins
+
+
+def _compile_alone(source: str) -> LLMatcher:
+    return LLMatcher(_byte_vocabulary(), LLMatcher.grammar_from_json_schema(source), log_level=0, limits=_LIMITS)
 
 
 @cache

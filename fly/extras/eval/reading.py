@@ -276,9 +276,10 @@ _SENTENCE_END = re.compile(r"[.!?](?:\s|$)")
 
 
 @cache
-def _letter_patterns(choices: str) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
+def _letter_patterns(choices: str) -> tuple[re.Pattern[str], ...]:
     """Return patterns of a letter in a place that is meant for one, of a letter anywhere else, of a conclusion that
-    names a letter, and of a list that repeats the choices. The first three have the letter as a group."""
+    names a letter, of a verdict on one ("C: yes"), and of a list that repeats the choices. The first four have the
+    letter as a group."""
     exact = rf"[{re.escape(choices)}]"
     either = rf"[{re.escape(choices + choices.swapcase())}]"
     # Neither the article "a" nor the pronoun "I" (no noun follows an article after these words), nor a part of a word.
@@ -296,22 +297,24 @@ def _letter_patterns(choices: str) -> tuple[re.Pattern[str], re.Pattern[str], re
     conclusion = (
         rf"\b(?i:{verbs})\s+(?i:{_WORDS}){_OPEN}(?={letter_text})"
         rf"|(?={letter_text}{_CLOSE}(?:\s+\([^()\n]{{0,80}}\))?\s+(?i:is|must be|would be|seems)\s+(?i:{right}))"
-        rf"|(?={letter_text}{_CLOSE}\s*[-:.]?\s+(?i:remains|correct|right|true|yes|✓|✔|✅)\s*(?:[.,;!\n]|\Z))"
         rf"|\b(?i:so|thus|hence|therefore)\b,?\s+(?i:{_WORDS}){_OPEN}(?={letter_text}{_CLOSE}[ \t]*(?:[.!\n]|\Z))"
     ).replace("(?P<letter>", "(")
+    verdict = rf"{letter_text}{_CLOSE}\s*[-:.]?\s+(?i:remains|correct|right|true|yes|✓|✔|✅)\s*(?:[.,;!\n]|\Z)"
     choice_list = rf"(?:^[ \t]*[(\[]?{exact}[)\].:][^\n]*(?:\n\s*|\Z)){{2,}}"
-    return re.compile(letter_text), re.compile(standing), re.compile(conclusion), re.compile(choice_list, re.MULTILINE)
+    patterns = letter_text, standing, conclusion, verdict
+    return *map(re.compile, patterns), re.compile(choice_list, re.MULTILINE)
 
 
 def read_choice(text: str, choices: str) -> str:
     r"""Return the letter of ``choices`` that an answer chooses, or an empty text if it chooses none.
 
     It is the letter in the last ``\boxed{}``, else the one after the last "answer is", "answer:" or the like, else the
-    one that is chosen last ("I choose C", "C is correct"), else the first letter that stands alone and is neither an
-    article, nor a pronoun, nor one of a list of all choices. Letters that are excluded ("not A", "B is wrong") do not
+    one that is chosen last ("I choose C", "C is correct"), else the one with the last verdict ("C: yes"), else the
+    first letter that stands alone and is neither an article nor a pronoun. In a list of choices no letter counts if one
+    does elsewhere. Letters that are excluded ("not A", "B is wrong") do not
     count. In lower case a letter counts in the first two places, in brackets, and as the whole answer.
     """
-    in_place, standing, conclusion, choice_list = _letter_patterns(choices)
+    in_place, standing, conclusion, verdict, choice_list = _letter_patterns(choices)
     letter_of = {**{letter.swapcase(): letter for letter in choices}, **{letter: letter for letter in choices}}
     text = _answer(text)
     plain = _EXCLUDED.sub(" ", _plain(text)).strip()
@@ -325,15 +328,18 @@ def read_choice(text: str, choices: str) -> str:
     if conclusions := deque(conclusion.finditer(plain), maxlen=1):
         return letter_of[next(filter(None, conclusions[0].groups()))]
     unlisted = choice_list.sub(lambda lines: _drop_list(lines[0], choices), plain)
-    letter = standing.search(unlisted) or standing.search(plain)
-    return letter_of[letter["letter"]] if letter else ""
+    for piece in (unlisted, plain):
+        verdicts = deque(verdict.finditer(piece), maxlen=1)
+        if letter := verdicts[0] if verdicts else standing.search(piece):
+            return letter_of[letter["letter"]]
+    return ""
 
 
 def _drop_list(lines: str, choices: str) -> str:
     """Return what follows a list of choices: the lines from the first whose letter is not after the one before."""
     last = -1
     for start in re.finditer(r"^[ \t]*[(\[]?(?P<letter>\S)[^\n]*", lines, re.MULTILINE):
-        place = choices.index(start["letter"])
+        place = choices.find(start["letter"])
         if place <= last:
             return lines[start.start() :]
         last = place
