@@ -193,6 +193,12 @@ def test_what_compiled_code_decides_is_said() -> None:
     assert {name: found and found[1] for name, found in shown.items()} == wanted
 
 
+@pytest.mark.parametrize("name", ["near", "margin"])
+def test_a_class_shows_the_defaults_of_its_parameters_and_an_instance_its_values(name: str) -> None:
+    assert re.search(r"parameter +┃ default +┃", run("policies", name).output)
+    assert re.search(r"parameter +┃ value +┃", run("policies", "near(0.2)").output)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -62,7 +62,7 @@ def show_policy(name: str) -> None:
     title = describe_call(name, entry) if isinstance(entry, type) else name
     _show(title, entry if name in PRESETS else type(rule), facts)
     if not isinstance(rule, Relaxed):  # whose parts are written out
-        _show_parameters(rule)
+        _show_parameters(entry if isinstance(entry, type) else rule)
 
 
 def _show_condition(title: str, condition: Any) -> None:
