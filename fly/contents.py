@@ -9,6 +9,8 @@ from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 __all__ = ["Keyed", "content_of"]
 
 T = TypeVar("T", covariant=True)
@@ -90,6 +92,7 @@ def _captured(cell: CellType) -> object:
 def _can_compare(value: object) -> bool:
     try:
         hash(value)
-        return (value == value) is True  # a NaN, a tensor and an array are not
+        same: Any = value == value
+        return isinstance(same, (bool, np.bool_)) and bool(same)  # a NaN, a tensor and an array do not equal themselves
     except Exception:  # a user's class may raise anything
         return False

@@ -5,9 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,6 +78,13 @@ def test_what_cannot_be_compared_is_the_same_as_itself_alone() -> None:
     assert Keyed(Holder(ones, adder(ones))) == Keyed(Holder(ones, adder(ones))) != Keyed(Holder(ones, adder(others)))
     linear = torch.nn.Linear(2, 1)
     assert Keyed(linear) == Keyed(linear) != Keyed(torch.nn.Linear(2, 1))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: np.float32(0.5), lambda: Path("a"), lambda: Fraction(1, 3), lambda: str.isdigit]
+)
+def test_values_of_other_packages_are_the_same_if_they_are_equal(make: Callable[[], Any]) -> None:
+    assert Keyed([make()]) == Keyed([make()]) != Keyed([0.5])
 
 
 def test_values_may_hold_themselves() -> None:

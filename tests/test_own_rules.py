@@ -143,6 +143,18 @@ def test_an_impossible_verdict_is_the_error_of_its_request_alone(run: Any, parts
     assert (verdict.accepted_B.tolist(), verdict.next_token_B.tolist()) == ([2], [IMPOSSIBLE])
 
 
+@pytest.mark.parametrize("run", [through_pytorch, *([compiled] if VARIANTS else [])])
+def test_a_correction_below_zero_is_an_error_and_rounding_is_none(run: Any) -> None:
+    """What was drawn from it depended on the number of rows. It is drawn from as soon as a token is rejected."""
+    rows = make_rows([Own(residual_of=lambda x_BV: x_BV - 0.5) | Gap(0.0)], 0.8, 3)
+    with pytest.raises(ValueError, match=r"the policy .Own.* gave NaN for .* \(a correction below 0 is one\)"):
+        decode(run, rows)
+    rounded, exact = (make_rows([Own(residual_of=of)], 0.8, 3) for of in (lambda x_BV: x_BV - 1e-9, lambda x_BV: x_BV))
+    decode(run, rounded)
+    decode(run, exact)
+    assert rounded[0].tokens == exact[0].tokens
+
+
 # ------------------------------------------------------------------------------------------------ what they hold
 
 

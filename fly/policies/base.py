@@ -153,7 +153,8 @@ class AcceptancePolicy(Bindable, ABC):
         return chances_BK
 
     def corrected(self, target: Target, draft: Draft, at_B: Tensor) -> Tensor:
-        """Call ``correction`` and check its shape.
+        """Call ``correction`` and check its shape. A value of a user's rule that is below 0, by more than rounding,
+        becomes NaN, since what is drawn from it would depend on the batch.
 
         Raises ``ValueError`` unless it is [B, V]: a tensor [B, 1] would become a uniform distribution silently.
         """
@@ -161,7 +162,9 @@ class AcceptancePolicy(Bindable, ABC):
         shape = [len(at_B), target.logits_BKV.shape[-1]]
         if not isinstance(residual_BV, Tensor) or list(residual_BV.shape) != shape or residual_BV.is_complex():
             raise ValueError(f"{self}: the correction is {describe(residual_BV)}, not a tensor [B, V] of {shape}")
-        return residual_BV
+        if self._is_built_in:
+            return residual_BV
+        return residual_BV.float().masked_fill(residual_BV < -1e-6, torch.nan)
 
     def relax(self, target: Target, draft: Draft, agree_BK: Tensor) -> Tensor:
         """Return which mismatches to excuse, bool [B, K]. ``agree_BK`` is True where the lossless core keeps the token,
@@ -231,7 +234,7 @@ class AcceptancePolicy(Bindable, ABC):
         the token is not in the vocabulary. Raises ``ValueError`` for parts of a wrong kind or shape.
         """
         verdict = self.verdict(target, draft, noise)
-        if type(self).verdict is AcceptancePolicy.verdict or is_built_in(self):
+        if type(self).verdict is AcceptancePolicy.verdict or self._is_built_in:
             return verdict
         if not isinstance(verdict, Verdict):
             raise ValueError(f"{self}: verdict gave {describe(verdict)}, not a Verdict")

@@ -213,7 +213,8 @@ class Runner:
                 )
                 fault += f"outside of the vocabulary, for the draft {decision.drafted[:5]}"
             else:
-                fault = f"the policy '{row.policy}' gave NaN for the draft {decision.drafted[:5]}"
+                nan = f"NaN for the draft {decision.drafted[:5]} (a correction below 0 is one)"
+                fault = f"the policy '{row.policy}' gave {nan}"
             raise ValueError(f"{fault}, after {len(row.tokens)} tokens of a text")
         return decisions
 
