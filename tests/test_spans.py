@@ -183,7 +183,8 @@ def tried(call: Callable[[], None]) -> tuple[set[str], set[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "_extent", one_short)
         call()
-        for short in sorted({number for each in handed.values() for number in (*each[:3], each[-1])}):
+        for number in sorted({number for each in handed.values() for number in (*each[:3], each[-1])}):
+            short = number
             for byte_less in (True, False):
                 seen, left = 0, byte_less
                 try:
