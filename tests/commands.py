@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import typer
@@ -12,6 +13,7 @@ from fly import cli
 __all__ = ["commands_of_fly", "plain", "run", "words"]
 
 
+@cache
 def commands_of_fly() -> dict[str, Any]:
     """Every command by its name, those of extras too."""
     app: Any = typer.main.get_command(cli.app)

@@ -468,6 +468,7 @@ def test_compare_counts_what_happened() -> None:
         compare([], questions, fly.SamplingParams())
 
 
+@pytest.mark.usefixtures("few_seeds")
 def test_drafts_are_listed_checked_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = run("drafts").output
     assert all(name in listed for name in ("ngram(", "suffix(", "tree(", "adaptive(strategy, lookup"))

@@ -143,6 +143,7 @@ def test_the_page_runs(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
     sys.modules.pop("my_rules", None)
 
 
+@pytest.mark.usefixtures("few_seeds")
 @pytest.mark.parametrize("page", TUTORIALS, ids=name)
 def test_the_tutorial_runs_as_a_whole(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are saved, commands typed and Python entered, in the order of the page. A server runs beside it."""

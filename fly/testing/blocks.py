@@ -289,11 +289,8 @@ def _make_parts(
         "relaxed_at": [list(range(5, 5 + b // 2)) for b in range(rows)],
         "history": [torch.randint(0, vocab, (5 + b,), generator=generator).tolist() for b in range(rows)],
     }
-    draft: dict[str, Any] = {
-        "tokens_BK": tokens,
-        "lengths_B": lengths,
-        "probs_BKV": None if all_greedy or seed % 2 else drawn_from,
-    }
+    is_drawn = not (all_greedy or seed % 2)
+    draft: dict[str, Any] = {"tokens_BK": tokens, "lengths_B": lengths, "probs_BKV": drawn_from if is_drawn else None}
     draft["logits_BKV"] = make_draft_logits(Draft(**draft), vocab)
     return target, draft, {"accept_BK": rand(rows, longest), "sample_B": rand(rows)}
 

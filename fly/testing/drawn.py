@@ -77,7 +77,8 @@ def check_rounds_are_independent(kit: DraftKit) -> str:
         ("one round and the first of a later round", later_rounds, 0),
         ("a round and the second of the same round", first_rounds, 1),
     ):
-        seeds = [i for i in range(len(first_rounds)) if first_rounds[i].drew(0) and proposals[i].drew(j)]
+        pairs = zip(first_rounds, proposals)
+        seeds = [i for i, (first_round, other_round) in enumerate(pairs) if first_round.drew(0) and other_round.drew(j)]
         first, other = _drawn_at([first_rounds[i] for i in seeds], 0), _drawn_at([proposals[i] for i in seeds], j)
         if first and other:
             bins_N = _groups(first.probs_NV.sum(0))[first.tokens_N]

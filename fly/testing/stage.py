@@ -205,7 +205,8 @@ class DraftKit:
 
     def drawn(self, params: int, more: int = 0) -> list[Proposal]:
         """Draft up to 3 tokens after one text under ``PARAMS[params]``, once for each of ``SEEDS`` seeds. The text ends
-        with ``more`` further tokens."""
+        with ``more`` further tokens. A strategy that draws nothing for the first ``TOGETHER`` seeds is asked no more.
+        """
         if (params, more) not in self.samples:
             text = [*self.texts(9)[5], *(token % self.vocab for token in range(3, 3 + more))]
             stage = self.stage(TOGETHER * (len(text) + 32))
@@ -217,6 +218,8 @@ class DraftKit:
                 rows = [self.row(text, PARAMS[params], seed) for seed in range(start, min(start + size, SEEDS))]
                 proposals += stage.propose(rows, [3] * len(rows))
                 stage.release(rows)
+                if len(proposals) >= TOGETHER and all(p.probs_KV is None for p in proposals):
+                    break
             self.samples[params, more] = proposals
         return self.samples[params, more]
 
