@@ -435,6 +435,8 @@ CODE: list[tuple[str, str]] = [
     ("```js\nfunction f() {\n  return 1\n}\n```\n```\nx = 1\n```", "x = 1\n"),
     (f"**Solution**: ```python\n{PROGRAM}```\nIt adds.", PROGRAM),
     (f"<think>\n```python\nx = 0\n```\n</think>\n```python\n{PROGRAM}```", PROGRAM),
+    (f"I use\n```python\nx = 0\n```\n</think>\n```python\n{PROGRAM}```", PROGRAM),
+    ("```python\nx = 'a</think>b'.split('</think>')\n```", "x = 'a</think>b'.split('</think>')\n"),
     (f"\ufeff```python\n{PROGRAM}```", PROGRAM),
     (f"```python\n{PROGRAM}```".replace("\n", "\r"), PROGRAM),
     # Programs between tags, and after prose.

@@ -59,9 +59,12 @@ _BRACES = re.compile(r"\\.|\{+|\}+|\n\s*\n", re.DOTALL)
 
 
 def _answer(text: str) -> str:
-    """Return a text without the thinking that precedes the answer, where nothing has told the two apart."""
+    """Return a text without the thinking that it begins with, where nothing has told the two apart. If the prompt has
+    opened the thinking, its closing tag begins a line; a program may have such a tag within a line."""
     for tags in TAGS:
-        text = text.rpartition(tags.close)[2]
+        close = tags.close if text.lstrip().startswith(tags.open) else f"\n{tags.close}"
+        thinking, _, answer = text.partition(close)
+        text = answer or thinking
     return text
 
 
@@ -311,8 +314,8 @@ def read_choice(text: str, choices: str) -> str:
     It is the letter in the last ``\boxed{}``, else the one after the last "answer is", "answer:" or the like, else the
     one that is chosen last ("I choose C", "C is correct"), else the one with the last verdict ("C: yes"), else the
     first letter that stands alone and is neither an article nor a pronoun. In a list of choices no letter counts if one
-    does elsewhere. Letters that are excluded ("not A", "B is wrong") do not
-    count. In lower case a letter counts in the first two places, in brackets, and as the whole answer.
+    does elsewhere. Letters that are excluded ("not A", "B is wrong") do not count. In lower case a letter counts in
+    the first two places, in brackets, and as the whole answer.
     """
     in_place, standing, conclusion, verdict, choice_list = _letter_patterns(choices)
     letter_of = {**{letter.swapcase(): letter for letter in choices}, **{letter: letter for letter in choices}}
@@ -422,7 +425,8 @@ def extract_code(completion: str) -> str:
             unnamed_blocks.append(code)
         elif has_statements:
             other_blocks.append(code)
-    return [*unnamed_blocks, *other_blocks, _without_prose(text)][0]
+    blocks = unnamed_blocks + other_blocks
+    return blocks[0] if blocks else _without_prose(text)
 
 
 def _without_prose(text: str) -> str:
