@@ -535,6 +535,7 @@ def cut(units: list[tuple[str, bool]], stops: list[str], keep: bool) -> tuple[st
 @example(spelled=["b", "a", "<|user|>", "b"], stops=["a<|user|>"], keep=True)
 @example(spelled=["a", "<|user|>", "b"], stops=["ab", "b<|user|>"], keep=True)
 @example(spelled=["a", "<|user|>"], stops=["|>", "b<|user|>"], keep=False)
+@example(spelled=["<|user|>", "<|begin|>", "<|user|>"], stops=["<|user|><|user|>"], keep=False)
 def test_stop_strings_are_found_where_control_tokens_spell_them(
     level: Tokenizer, spelled: list[str], stops: list[str], keep: bool
 ) -> None:

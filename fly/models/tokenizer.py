@@ -433,7 +433,9 @@ class TextStream:
         ids = {tokenizer.raw.token_to_id(text): text for text in shown}
         self._shown = {i: text for i, text in ids.items() if i in tokenizer.control_ids}
         controls = {i: token.content for i, token in tokenizer.controls.items() if i not in self._shown}
-        self._silent = {i: text for i, text in controls.items() if any(text in each for each in self._stop)}
+        # If a stop string spells any of them, all are held: one that it does not spell stands between those it does.
+        spelled = any(text in each for text in controls.values() for each in self._stop)
+        self._silent = controls if spelled else {}
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []  # tokens that the decoder has read
         self._decoded = 0  # number of final characters in their text
