@@ -23,6 +23,8 @@ __all__ = [
     "suggest",
 ]
 
+_SIMILAR = 0.65  # how similar a name must be to be suggested
+
 # Names that vLLM, transformers and OpenAI use, and the names here for the same thing.
 _ELSEWHERE = {
     "assistant_model": "draft",
@@ -102,8 +104,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a question whether ``word`` means a similar name in ``known``; an empty text if none is similar."""
     known = list(known)
     synonym = _ELSEWHERE.get(word)
-    matches = [synonym] if synonym in known else difflib.get_close_matches(word, known, 1, cutoff=0.65)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""
+    if synonym not in known:
+        likeness, closest = max(((_likeness(word, name), name) for name in known), default=(0.0, ""))
+        synonym = closest if likeness >= _SIMILAR else None
+    return f" (did you mean {synonym!r}?)" if synonym else ""
+
+
+def _likeness(one: str, other: str) -> float:
+    """Return how similar two words are, from 0 to 1. Either order counts, since difflib's own result depends on it."""
+    return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in ((one, other), (other, one)))
 
 
 def suggest(word: str, known: Iterable[str], title: str = "choices") -> str:

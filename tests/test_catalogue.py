@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ def variants(policy: AcceptancePolicy) -> Iterator[tuple[AcceptancePolicy, Accep
     """Pairs (accepts no more, accepts no less) by each parameter the rule calls monotone."""
     for name, direction in policy.monotone.items():
         values = {"n": [1, 2, 3, 9], "r": [0.0, 0.5, 2.0, 5.0]}.get(name, [0.05, 0.3, 0.7, 1.0])
-        made = [type(policy)(**{**vars(policy), name: value}) for value in values]
+        made = [replace(policy, **{name: value}) for value in values]
         yield from itertools.pairwise(made if direction > 0 else made[::-1])
 
 

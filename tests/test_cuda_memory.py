@@ -68,7 +68,7 @@ def bfloat16(config: LlamaConfig) -> CudaExecutor:
 def shape_of(rows: int, drawn: bool, k: int = 8, **more: Any) -> tuple[Shape, tuple[Group, ...]]:
     spec = DraftSpec(reach=(1.0,))
     shape = Shape(rows, rows * drawn, k, pages=33, draft_pages=33, stops=2, spec=spec, **more)
-    return shape, (Group(Exact(), drawn, rows),)
+    return shape, (Group(Exact().keyed, drawn, rows),)
 
 
 def guessed(shape: Shape, vocab_size: int) -> int:

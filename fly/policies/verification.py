@@ -122,7 +122,8 @@ def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
     if path_BD is not None and path_BD.shape[1]:
         end_B = torch.where(end_B > 0, pick(path_BD, (end_B - 1).clamp_min(0)) + 1, 0)
     nan_B = pick(nan_at(target.logits_BKV, target.argmax_BK), end_B)  # argmax points to a NaN if there is one
-    nan_B &= verdict.next_token_B != IMPOSSIBLE
+    if type(policy).verdict is not AcceptancePolicy.verdict:
+        nan_B &= verdict.next_token_B != IMPOSSIBLE
     return replace(verdict, next_token_B=torch.where(nan_B, UNDECIDED, verdict.next_token_B))
 
 

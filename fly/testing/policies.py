@@ -25,7 +25,7 @@ import math
 import pickle
 import timeit
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -44,7 +44,6 @@ from fly.policies import (
 from fly.policies.binding import parts_of
 from fly.policies.reads import DRAFT_LOGITS, PARTS, note_logits
 from fly.policies.waits import find_wait, see_on_device
-from fly.runner.executor import Executor
 from fly.runner.request import Stats
 from fly.runner.sampling import BatchSampling
 from fly.testing.blocks import (
@@ -63,6 +62,9 @@ from fly.testing.guarantees import check_guarantee, check_tokens_judged_alone, c
 from fly.testing.report import Finding, Report, require, run_checks, seeded, title
 from fly.testing.toys import make_executor, toy_target
 from fly.types import Draft, Noise, SamplingParams, Target, Verdict, Why
+
+if TYPE_CHECKING:
+    from fly.runner.executor import Executor
 
 __all__ = ["CHECKS", "check_policy", "parametrize_with_checks"]
 
