@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from fly.contents import Keyed
 from fly.ops import common_prefix
 from fly.policies.base import AcceptancePolicy
 from fly.types import Account, SamplingParams, Why
@@ -276,8 +275,10 @@ def most_drafted(k: int, left: int) -> int:
 
 
 def by_policy(rows: abc.Sequence[Row]) -> list[tuple[AcceptancePolicy, list[int]]]:
-    """Return each policy with its row numbers. Rows of policies that hold the same are decided together."""
-    groups: dict[Keyed[AcceptancePolicy], list[int]] = {}
+    """Return each policy with the numbers of its rows. Policies that hold the same are one object where requests are
+    made (``LLM``), so they are told apart as objects here."""
+    groups: dict[int, tuple[AcceptancePolicy, list[int]]] = {}
     for b, row in enumerate(rows):
-        groups.setdefault(row.policy.keyed, []).append(b)
-    return [(keyed.value, numbers) for keyed, numbers in groups.items()]
+        _, numbers = groups.setdefault(id(row.policy), (row.policy, []))
+        numbers.append(b)
+    return list(groups.values())
