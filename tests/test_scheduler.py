@@ -479,14 +479,15 @@ def test_a_row_may_be_cancelled_from_within_a_step(itself: bool) -> None:
     scheduler = make_scheduler("model", 60, 4, max_rows=2)
     rows = [Asked((number, 2), max_tokens=12).row() for number in range(3)]  # the third waits
 
-    def stopped(row: Row, token: int) -> bool:
-        if row.generated == 4:
+    def cancel(token: int) -> bool:
+        if rows[0].generated == 4:
             for other in rows[:1] if itself else rows[1:]:
                 scheduler.cancel(other)
         return False
 
+    rows[0].on_token = cancel
     for row in rows:
-        scheduler.add(row, stopped if row is rows[0] else None)
+        scheduler.add(row)
     run(scheduler)
     cancelled = rows[:1] if itself else rows[1:]
     assert all(row.finish_reason == ("cancelled" if row in cancelled else "length") for row in rows)
@@ -504,13 +505,15 @@ def test_a_chunk_that_was_read_before_an_error_is_not_read_again(name: str, scor
     scheduler = make_scheduler(name, 400, 4, max_rows=4, step_tokens=1)
     failing = Row([1, 2, 3], 3, SamplingParams(temperature=0.0, max_tokens=9), Exact(), 0, 0)
 
-    def fail(row: Row, token: int) -> bool:  # after the forward of a step
-        if row.generated > 2:
+    def fail(token: int) -> bool:  # after the forward of a step
+        if failing.generated > 2:
             raise RuntimeError("this request fails")
         return False
 
+    failing.on_token = fail
+
     asked = Asked(tuple(n % 5 for n in range(length)), max_tokens=8 if scored is None else 0, scored=scored)
-    scheduler.add(failing, fail)
+    scheduler.add(failing)
     scheduler.step()
     row = asked.row()
     scheduler.add(row)

@@ -216,7 +216,7 @@ def test_a_client_that_comes_or_leaves_hurries_only_the_current_turn() -> None:
         def __bool__(self) -> bool:
             return self.rows > 0
 
-        def add(self, row: Row, stopped: object) -> None:
+        def add(self, row: Row) -> None:
             self.rows, self.came = self.rows + 1, (*self.came, "submit")
 
         def cancel(self, row: Row) -> None:

@@ -58,9 +58,10 @@ class Request:
     _texts: list[str] = field(default_factory=list)
     _logprobs: int = 0  # number of tokens whose log-probabilities were reported
 
-    def stopped(self, row: Row, token: int) -> bool:
-        """Decode a token, and return whether a stop string now ends the text."""
+    def decode(self, token: int) -> bool:
+        """Decode a token, and return whether a stop string now ends the text (``Row.on_token``)."""
         assert self.text is not None
+        row = self.row
         self._texts.append(self.text.push(token, stoppable=row.generated >= row.params.min_tokens))
         return self.text.stopped
 

@@ -94,7 +94,6 @@ class Scheduler:
         self._failed = failed
         self.running: list[Row] = []  # by priority, then by arrival
         self._clients: dict[str, _Client] = {}  # clients with unfinished requests
-        self._stopped: dict[int, Callable[[Row, int], bool]] = {}
         self._reported: dict[int, int] = {}  # tokens of each row that a step has returned
         self._arrivals: dict[int, int] = {}  # the order of arrival, which is the same on all ranks; ids are not
         # The most prompt tokens scored in one step: their logits must fit into memory, and each row needs one token.
@@ -139,14 +138,9 @@ class Scheduler:
                     "fewer, or a larger cache"
                 )
 
-    def add(self, row: Row, stopped: Callable[[Row, int], bool] | None = None) -> None:
-        """Add ``row`` to the waiting rows. ``stopped(row, token)`` is called with every token and may end the row.
-
-        Raises ``ValueError`` as ``check`` does.
-        """
+    def add(self, row: Row) -> None:
+        """Add ``row`` to the waiting rows. Raises ``ValueError`` as ``check`` does."""
         self.check(row)
-        if stopped is not None:
-            self._stopped[row.id] = stopped
         self._reported[row.id] = row.generated
         self._arrivals[row.id] = next(self._count)
         if (client := self._clients.get(row.client)) is None:
@@ -156,7 +150,7 @@ class Scheduler:
 
     def cancel(self, row: Row) -> None:
         """End ``row`` at once and free its pages. A row that is over keeps its finish reason. If this is called within
-        a step (by a ``stopped`` callback), the row ends with that step."""
+        a step (by a row's ``on_token``), the row ends with that step."""
         if row.id in self._reported:
             row.finish_reason = row.finish_reason or "cancelled"
             if not self._stepping:
@@ -203,7 +197,7 @@ class Scheduler:
     def _run(self, step: _Step, seconds: float) -> None:
         """Run a step. If it fails, run each request alone: an error then ends the request that caused it."""
         try:
-            self.engine.step(step.rows, self._stop if self._stopped else None, step.prefill, seconds)
+            self.engine.step(step.rows, step.prefill, seconds)
         except Exception as error:
             self._failed(error)
             # The failed step emitted nothing, so it can be taken again in parts. If its forward has read the chunks
@@ -265,10 +259,6 @@ class Scheduler:
         ahead = self._clients[last.client].rows - self._clients[row.client].rows
         return last if (last.priority, ahead) > (row.priority, 1) else None
 
-    def _stop(self, row: Row, token: int) -> bool:
-        stopped = self._stopped.get(row.id)
-        return stopped is not None and stopped(row, token)
-
     def _retire(self, row: Row) -> None:
         """Free everything that is held for a row that is over, and forget it."""
         client = self._clients[row.client]
@@ -283,7 +273,7 @@ class Scheduler:
         if row.matcher is not None:  # closed now, because an error's traceback may keep the row alive for long
             row.matcher.close()
             row.matcher = None
-        self._stopped.pop(row.id, None)
+        row.on_token = None
         del self._reported[row.id], self._arrivals[row.id]
         self._stuck = None
 

@@ -388,7 +388,9 @@ class Worker:
                 job.note(index, [])
             else:
                 self._rows[request.row.id] = job, index
-                self.scheduler.add(request.row, None if request.text is None else request.stopped)
+                if request.text is not None:
+                    request.row.on_token = request.decode
+                self.scheduler.add(request.row)
 
     def _remove(self, job: Job) -> None:
         """Forget a job, and take its unfinished requests from the scheduler."""

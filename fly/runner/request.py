@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import abc
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -207,6 +207,7 @@ class Row:
     parent: Row | None = None  # has the same prompt, and prefills it for both
     error: Exception | None = None  # the error that ended it, if any
     matcher: Matcher | None = None  # for the form of its output; forks share it, since it follows their tokens
+    on_token: Callable[[int], bool] | None = None  # is told each emitted token, in order; True ends the row there
 
     @property
     def generated(self) -> int:
