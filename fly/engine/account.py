@@ -148,14 +148,14 @@ def explain_tokens(
     raw_BJV: Tensor,
     rows: abc.Sequence[Row],
     decisions: abc.Sequence[Decision],
-    before: abc.Sequence[int],
+    emitted: abc.Sequence[list[Token]],
     put: Callable[[list[int]], Tensor],
 ) -> None:
     """Record log-probabilities and explanations of the tokens just emitted, for the rows that ask for them.
 
     Args:
         raw_BJV: the logits, as the target gave them.
-        before: for each row, the number of its first new token.
+        emitted: for each row, the tokens that it got, the last ones of its ``provenance``.
         put: puts numbers on the logits' device (called once, for all rows).
     """
     watched = [b for b, row in enumerate(rows) if row.params.logprobs is not None or row.params.explain]
@@ -166,7 +166,7 @@ def explain_tokens(
     places = list[int]()
     tokens = list[Token]()
     for b in watched:
-        new = rows[b].provenance[before[b] :]
+        new = emitted[b]
         numbers += [b] * len(new)
         places += [0, *(node + 1 for node in decisions[b].path)][: len(new)]
         tokens += new
@@ -185,11 +185,11 @@ def explain_tokens(
         row = rows[b]
         entries = []
         explained = []
-        for token in row.provenance[before[b] :]:
+        for token in emitted[b]:
             values, likeliest = next(lines)
             entries.append(_make_entry(token.id, values, likeliest, row.params.logprobs or 0))
             explained.append(token._replace(prob=values[1], choice_prob=values[2], entropy=values[3]))
         if row.params.logprobs is not None:
             row.logprobs += entries
         if row.params.explain:
-            row.provenance[before[b] :] = explained
+            row.provenance[len(row.provenance) - len(explained) :] = explained

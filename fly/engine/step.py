@@ -27,7 +27,7 @@ from fly.drafts.limits import check_draft
 from fly.drafts.setup import TranslatingSetup
 from fly.engine.account import apply, explain_tokens, logprobs
 from fly.runner.executor import OpenBlocks, Spent
-from fly.runner.request import Row, Token, most_drafted
+from fly.runner.request import Row, most_drafted
 from fly.runner.runner import Runner
 from fly.types import Draft
 
@@ -62,8 +62,8 @@ class Engine:
         rows: abc.Sequence[Row],
         prefill: abc.Sequence[tuple[Row, int]] = (),
         seconds: float = sys.maxsize,
-    ) -> list[list[Token]]:
-        """Take every row through one round, which emits between 1 and K+1 tokens per row. Return the tokens of each.
+    ) -> None:
+        """Take every row through one round, which emits between 1 and K+1 tokens per row.
 
         If the executor can take several rounds in one call, rows go through several, until ``stretch`` seconds are over
         or a row ends. The tokens are the same. Calls made to a policy or to ``Row.on_token`` before an error are not
@@ -84,29 +84,21 @@ class Engine:
                 target, the strategy or a policy.
         """
         runner, strategy = self.runner, self.strategy
-        before = [len(row.provenance) for row in rows]
         prompts = [not row.generated or len(row.tokens) - runner.cached(row) > 1 for row in rows]
         if prefill and strategy is not None:
             strategy.prefill(prefill)
         try:
             # Prompts, and rows that need something between two rounds, take one round at a time.
             if prefill or any(prompts) or not self._take_several(rows, seconds):
-                self._take_round(rows, prefill, prompts, before)
+                self._take_round(rows, prefill, prompts)
         finally:
             # Commit: roll all caches back to the emitted tokens, also after an error.
             runner.commit([*rows, *(row for row, _ in prefill)])
             if strategy is not None and rows:
                 strategy.commit(rows)
-        return [row.provenance[start:] for row, start in zip(rows, before)]
 
-    def _take_round(
-        self,
-        rows: abc.Sequence[Row],
-        prefill: abc.Sequence[tuple[Row, int]],
-        prompts: list[bool],
-        before: list[int],
-    ) -> None:
-        """Propose, verify, decide and emit, once for each row, whose first new token gets the number ``before[b]``."""
+    def _take_round(self, rows: abc.Sequence[Row], prefill: abc.Sequence[tuple[Row, int]], prompts: list[bool]) -> None:
+        """Propose, verify, decide and emit, once for each row."""
         # Propose: the strategy drafts up to K tokens for each row.
         draft = self._propose(rows, prompts)
         # Verify: one forward of the target over the last tokens and the drafts scores K + 1 places of each row.
@@ -119,9 +111,10 @@ class Engine:
         if self.strategy is not None and rows:
             self.strategy.observe(rows, draft, target)
         # Emit: each row grows by its tokens, up to where it ends.
+        emitted = []
         for row, decision, prompt in zip(rows, decisions, prompts):
-            apply(row, [decision], self.left(row), prompt)
-        explain_tokens(raw_BJV, rows, decisions, before, self.runner.executor.numbers)
+            emitted.append(apply(row, [decision], self.left(row), prompt))
+        explain_tokens(raw_BJV, rows, decisions, emitted, self.runner.executor.numbers)
         for row, _ in prefill:
             if not row.params.max_tokens and not row.scores:
                 row.finish_reason = "length"  # nothing but its prompt was asked for
