@@ -110,7 +110,7 @@ def run(scheduler: Scheduler, most: int = 2000) -> int:
 
 
 def whole(scheduler: Scheduler) -> bool:
-    return all(a.num_free == a.num_blocks and not a.sequences() for a in scheduler.allocators())
+    return all(a.num_free == a.num_blocks and not a.sequences() for a in scheduler.allocators)
 
 
 tokens = st.integers(0, 16)
@@ -170,7 +170,7 @@ class Simulation(RuleBasedStateMachine):
         row, _ = self.open.pop(data.draw(st.sampled_from(sorted(self.open))))
         self.scheduler.cancel(row)
         assert row.finish_reason == "cancelled"
-        assert all(not a.table(row.id) for a in self.scheduler.allocators())
+        assert all(not a.table(row.id) for a in self.scheduler.allocators)
 
     @rule(steps=st.integers(1, 6))
     def step(self, steps: int) -> None:
@@ -199,7 +199,7 @@ class Simulation(RuleBasedStateMachine):
             running = {row.id for row in self.scheduler.running}
             assert {row.id for row in self.scheduler.waiting} | running == set(self.open)
             assert len(running) <= self.scheduler.max_rows
-            for allocator in self.scheduler.allocators():
+            for allocator in self.scheduler.allocators:
                 assert set(allocator.sequences()) <= running
 
     def teardown(self) -> None:
@@ -270,7 +270,7 @@ def test_a_drafter_takes_in_a_long_prompt_by_the_same_chunks() -> None:
     row = asked.row()
     scheduler.add(row)
     assert scheduler.engine.strategy is not None
-    caches = scheduler.allocators()
+    caches = scheduler.allocators
     sizes = []
     while not row.generated:
         scheduler.step()

@@ -76,7 +76,8 @@ class Scheduler:
         failed: called with each error of a step before the error is handled. It raises those that concern all requests.
 
     A request is a ``Row``. It is over when its ``finish_reason`` is set; if that is ``"error"``, its ``error``
-    is what ended it. An error of one request (for example in its policy) ends that request alone.
+    is what ended it. An error of one request (for example in its policy) ends that request alone. ``allocators`` are
+    those of all caches, the target's first.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Scheduler:
         self._caches = [_Cache(engine.runner.cache.allocator, engine.context + self._spare, False)]
         for drafter in engine.setup.drafters:
             self._caches.append(_Cache(drafter.allocator, drafter.context + self._spare, True))
+        self.allocators = [cache.allocator for cache in self._caches]
         self._stepping = False
         self._stuck: Row | None = None  # a row that did not fit; None once pages are freed
 
@@ -116,13 +118,9 @@ class Scheduler:
         """The waiting requests, client by client, each client's in order."""
         return [row for client in self._clients.values() for row in client.waiting]
 
-    def allocators(self) -> list[BlockAllocator]:
-        """Return the allocators of all caches, the target's first."""
-        return [cache.allocator for cache in self._caches]
-
     def forget(self) -> None:
         """Empty the prompt cache, so that the next prompts are computed and not found."""
-        for allocator in self.allocators():
+        for allocator in self.allocators:
             allocator.forget()
 
     def check(self, row: Row) -> None:

@@ -55,6 +55,9 @@ class Engine:
         self.setup = setup
         self.context = runner.executor.config.max_position_embeddings
         self._hurry = array("i", [0])
+        # Whether forwards use threads of their own, and nothing computes beside them.
+        runners = (runner, *setup.drafters)
+        self._own_threads = setup.all_built_in and all(each.executor.own_threads for each in runners)
 
     @torch.inference_mode()
     def step(
@@ -185,8 +188,7 @@ class Engine:
 
     def enter_thread(self) -> None:
         """Prepare the calling thread, which will take all steps. Called once, before the first."""
-        runners = (self.runner, *self.setup.drafters)
-        if self.setup.all_built_in and all(each.executor.own_threads for each in runners):
+        if self._own_threads:
             self.runner.executor.enter_thread()
 
     def release(self, row: Row) -> None:

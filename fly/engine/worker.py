@@ -336,7 +336,7 @@ class Worker:
         for job in finished:
             self._remove(job)
         running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-        shares = tuple(1 - each.num_free / each.num_blocks for each in self.scheduler.allocators())
+        shares = tuple(1 - each.num_free / each.num_blocks for each in self.scheduler.allocators)
         with self._lock:
             taken = self.load.taken + sum(len(job.requests) for job in new)
             self.load = Load(running, waiting, shares, taken)
