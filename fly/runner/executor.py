@@ -1,7 +1,7 @@
 """The seam between the engine and a backend: what a loaded model does on one kind of device. Depends on no backend.
 
 An executor must implement ``score``, which runs one forward. It may also have its own way to draft (``extend``), to
-ask a rule (``ask``) and to run whole rounds (``rounds``). If the executor ``takes`` the rows, the engine runs several
+decide (``decide``) and to run whole rounds (``rounds``). If the executor ``takes`` the rows, the engine runs several
 rounds in one call of ``rounds``. Otherwise it runs one round by ``extend``, ``score`` and ``judge``.
 
 Shape legend: T packed tokens, N places, B rows, J positions of a row, K longest draft, F hidden states side by side, C
@@ -313,22 +313,10 @@ class Executor(ABC):
         seeds: abc.Sequence[int],
         starts: abc.Sequence[int],
     ) -> list[Decision]:
-        """Decide what ``policy`` keeps of every row's block: by comparing tokens where it does nothing else, otherwise by
-        asking it. Coins depend on the rows' ``seeds`` and lengths (``starts``) alone."""
+        """Decide what ``policy`` keeps of every row's block. Coins depend on the rows' ``seeds`` and lengths
+        (``starts``) alone."""
         if only_compares(policy, target, draft):
             return compare(target, draft)
-        return self.ask(policy, target, draft, seeds, starts)
-
-    def ask(
-        self,
-        policy: AcceptancePolicy,
-        target: Target,
-        draft: Draft,
-        seeds: abc.Sequence[int],
-        starts: abc.Sequence[int],
-    ) -> list[Decision]:
-        """Ask ``policy`` what it keeps, whatever it is. Arguments and result are those of ``decide``. The default runs
-        its tensor code."""
         noise: Noise | None = None
         if not (target.all_greedy and accepts_exactly(policy)):
             device = target.logits_BKV.device

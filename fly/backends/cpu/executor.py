@@ -1,7 +1,7 @@
 """The executor on compiled kernels. One call runs a forward, a draft or several rounds; compiled code decides as well.
 
 The engine asks ``takes`` and ``joins``, and then calls ``rounds`` (rounds.py, src/rounds.cpp). For rows that ``takes``
-refuses, it calls ``extend``, ``score`` and ``ask`` (host.py) one after another.
+refuses, it calls ``extend``, ``score`` and ``decide`` (host.py) one after another.
 
 Shape legend: T packed tokens, N places, F hidden states side by side, U tokens of a trimmed head, V vocabulary.
 """

@@ -1,6 +1,6 @@
 """Decisions by compiled code (src/decide.cpp): prepare its arguments, call it, and read its results.
 
-``HostDecisions.ask`` decides blocks here if their logits are on the CPU. rounds.py uses the same rules and blocks
+``HostDecisions.decide`` decides blocks here if their logits are on the CPU. rounds.py uses the same rules and blocks
 for several rounds in one call.
 
 Shape legend: B rows, K longest draft, J positions of a row, V vocabulary.
@@ -32,6 +32,7 @@ from fly.backends.cpu.library import (
 )
 from fly.policies.base import AcceptancePolicy, accepts_exactly, draws_exactly
 from fly.policies.conditions import Clause, Condition, Past
+from fly.policies.verification import only_compares
 from fly.runner.executor import Executor
 from fly.runner.sampling import BatchSampling, ProcessedDistribution
 from fly.types import Decision, Draft, Mismatch, Target
@@ -93,7 +94,7 @@ class HostDecisions(Executor):
             HostDistribution(sampling, logits_BJV) if _is_on_host(logits_BJV) else super().process(sampling, logits_BJV)
         )
 
-    def ask(
+    def decide(
         self,
         policy: AcceptancePolicy,
         target: Target,
@@ -101,8 +102,8 @@ class HostDecisions(Executor):
         seeds: abc.Sequence[int],
         starts: abc.Sequence[int],
     ) -> list[Decision]:
-        found = _decide(policy, target, draft, seeds, starts)
-        return super().ask(policy, target, draft, seeds, starts) if found is None else found
+        found = None if only_compares(policy, target, draft) else _decide(policy, target, draft, seeds, starts)
+        return super().decide(policy, target, draft, seeds, starts) if found is None else found
 
 
 def _is_on_host(logits: Tensor) -> bool:
@@ -302,7 +303,7 @@ class _TargetPast:
 def _decide(
     policy: AcceptancePolicy, target: Target, draft: Draft, seeds: abc.Sequence[int], starts: abc.Sequence[int]
 ) -> list[Decision] | None:
-    """Decide by compiled code as ``Executor.ask`` does. Return None if the tensor rule has to decide: compiled code
+    """Decide by compiled code as ``Executor.decide`` does. Return None if the tensor rule has to decide: compiled code
     lacks this rule or this kind of draft, only Python knows whether a mismatch is excused, or the decision depends on a
     NaN."""
     logits_BJV = target.logits_BKV
