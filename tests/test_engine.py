@@ -28,10 +28,9 @@ from fly.policies import (
     FLy,
     LossySampling,
     Room,
-    parse_policy,
     verify,
 )
-from fly.policies.verification import compare, decide, only_compares
+from fly.policies.verification import decide
 from fly.runner.executor import Batch, Executor, Scores
 from fly.runner.request import Gate, Row, common_prefix
 from fly.runner.sampling import BatchSampling
@@ -452,48 +451,6 @@ def test_a_rule_that_tosses_coins_tosses_them_at_temperature_0_too() -> None:
         assert len(alone.path) == len(beside.path)
         stood += len(alone.path)
     assert 70 < stood < 130
-
-
-@given(
-    blocks=st.integers(0, 4).flatmap(
-        lambda k: st.lists(
-            st.tuples(
-                st.lists(st.integers(0, 3), max_size=k),
-                st.lists(
-                    st.lists(st.sampled_from([0.0, 1.0, 2.0, -math.inf, math.nan]), min_size=4, max_size=4),
-                    min_size=k + 1,
-                    max_size=k + 1,
-                ),
-            ),
-            min_size=1,
-            max_size=3,
-        )
-    ),
-    known=st.booleans(),
-)
-def test_the_exact_rule_on_lists_decides_as_on_tensors(
-    blocks: list[tuple[list[int], list[list[float]]]], known: bool
-) -> None:
-    """Ties, banned tokens and NaN included; ``decide`` calls the rule."""
-    logits_BJV = torch.tensor([logits for _, logits in blocks])
-    longest = max(len(chain) for chain, _ in blocks)
-    logits_BJV = logits_BJV[:, : longest + 1]
-    known = known and not logits_BJV.isnan().any()
-    target = Target(logits_BJV, choices=logits_BJV.argmax(-1).tolist() if known else None)
-    draft = Draft.of([chain for chain, _ in blocks])
-    assert only_compares(Exact(), target, draft)
-    on_lists, on_tensors = compare(target, draft), decide(Exact(), target, draft, None)
-    for ours, theirs in zip(on_lists, on_tensors, strict=True):
-        assert ours._replace(path=[*ours.path], mismatches=[]) == theirs
-
-
-def test_the_exact_rule_is_compared_on_lists_at_temperature_0_on_chains_alone() -> None:
-    logits_BJV = torch.zeros(1, 2, 4)
-    target, chain = Target(logits_BJV), Draft.of([[1]])
-    assert not only_compares(Exact(), Target(logits_BJV, logits_BJV.softmax(-1)), chain)
-    assert not only_compares(Exact(), target, Draft(chain.tokens_BK, chain.lengths_B, parents_BK=torch.tensor([[-1]])))
-    for rule in ("fly", "typical", "block", "exact | entropy(0.3)"):
-        assert not only_compares(parse_policy(rule), target, chain)
 
 
 @given(st.integers(0, 700), st.integers(0, 40), st.integers(0, 40), st.booleans())

@@ -13,31 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fly.ops import common_prefix, depths, draw, first_branch, leaf_paths, nan_at, pick, upload
+from fly.ops import depths, draw, first_branch, leaf_paths, nan_at, pick, upload
 from fly.policies.base import AcceptancePolicy, accepts_exactly, exact_accept_probs
 from fly.policies.conditions import Block
 from fly.policies.reads import carry_logits, supply_logits
 from fly.types import IMPOSSIBLE, UNDECIDED, Decision, Draft, Guarantee, Mismatch, Noise, Target, Verdict, Why
 
-__all__ = ["add_costs", "compare", "decide", "only_compares", "verify"]
-
-
-def only_compares(policy: AcceptancePolicy, target: Target, draft: Draft) -> bool:
-    """Whether ``policy`` keeps the drafted tokens up to the first that is not the target's choice, and nothing else:
-    the exact rule on chains, at temperature 0."""
-    return target.all_greedy and draft.parents_BK is None and accepts_exactly(policy) and policy.relaxation is None
-
-
-def compare(target: Target, draft: Draft) -> list[Decision]:
-    """Decide as ``decide`` does for a rule that ``only_compares``, on lists and without the rule."""
-    nan_BK = None if target.checked else nan_at(target.logits_BKV, target.argmax_BK).tolist()
-    decisions = []
-    for b, (chain, choices) in enumerate(zip(draft.chains, target.choices)):
-        kept = common_prefix(chain, choices)
-        undecided = nan_BK is not None and nan_BK[b][kept]
-        next_token = UNDECIDED if undecided else choices[kept]
-        decisions.append(Decision(chain, range(kept), next_token, kept == len(chain), choices))
-    return decisions
+__all__ = ["add_costs", "decide", "verify"]
 
 
 def decide(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise | None) -> list[Decision]:

@@ -25,7 +25,7 @@ from fly.cache import PagedBatch
 from fly.models.config import LlamaConfig
 from fly.ops import Stream, sent, spread, uniforms, upload
 from fly.policies.base import AcceptancePolicy, Promise, accepts_exactly
-from fly.policies.verification import compare, decide, only_compares
+from fly.policies.verification import decide
 from fly.runner.constraints import constrains
 from fly.runner.drafting import (
     Batch,
@@ -315,8 +315,6 @@ class Executor(ABC):
     ) -> list[Decision]:
         """Decide what ``policy`` keeps of every row's block. Coins depend on the rows' ``seeds`` and lengths
         (``starts``) alone."""
-        if only_compares(policy, target, draft):
-            return compare(target, draft)
         noise: Noise | None = None
         if not (target.all_greedy and accepts_exactly(policy)):
             device = target.logits_BKV.device

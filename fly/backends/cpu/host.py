@@ -32,7 +32,6 @@ from fly.backends.cpu.library import (
 )
 from fly.policies.base import AcceptancePolicy, accepts_exactly, draws_exactly
 from fly.policies.conditions import Clause, Condition, Past
-from fly.policies.verification import only_compares
 from fly.runner.executor import Executor
 from fly.runner.sampling import BatchSampling, ProcessedDistribution
 from fly.types import Decision, Draft, Mismatch, Target
@@ -102,7 +101,7 @@ class HostDecisions(Executor):
         seeds: abc.Sequence[int],
         starts: abc.Sequence[int],
     ) -> list[Decision]:
-        found = None if only_compares(policy, target, draft) else _decide(policy, target, draft, seeds, starts)
+        found = _decide(policy, target, draft, seeds, starts)
         return super().decide(policy, target, draft, seeds, starts) if found is None else found
 
 
