@@ -145,7 +145,7 @@ def _run(
                 llm.worker.submit(jobs[-1])
 
     def watch() -> None:
-        for allocator in llm.scheduler.allocators():
+        for allocator in llm.scheduler.allocators:
             held = (allocator.num_blocks - allocator.num_free) * allocator.block_size
             load.held += held
             load.unused += sum(

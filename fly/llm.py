@@ -517,22 +517,17 @@ class LLM:
         if streamed and self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it has no text to stream; use generate with token ids")
         rule = self.policy if policy is None else policy
+        rules = [as_policy(each) for each in rule] if isinstance(rule, (list, tuple)) else as_policy(rule)
         row_settings = zip(
-            _one_each("" if draft is None else draft, len(prompt_list), "draft"),
             prompt_list,
             _one_each(self.default_params if params is None else params, len(prompt_list), "params"),
-            _one_each(rule if isinstance(rule, (list, tuple)) else as_policy(rule), len(prompt_list), "policy"),
+            _one_each(rules, len(prompt_list), "policy"),
             _one_each(self.k if k is None else k, len(prompt_list), "k"),
+            _one_each("" if draft is None else draft, len(prompt_list), "draft"),
         )
         requests = []
-        for number, (name, *row_arguments) in enumerate(row_settings):
-            if name and name not in self.draft_names:
-                names = self.draft_names or "none; LLM(..., draft='choose(small=fly-draft, copy=ngram)') loads two"
-                raise ValueError(f"draft {name!r} is not loaded; choices: {names}")
-            row = self._row(vet, *row_arguments)
-            row.priority = priority
-            row.draft = name
-            row.client = client
+        for number, (prompt, *settings) in enumerate(row_settings):
+            row = self._row(prompt, *settings, priority=priority, client=client, vet=vet)
             try:
                 self.scheduler.check(row)
             except ValueError as error:
@@ -543,15 +538,29 @@ class LLM:
                 for other in others:
                     other.finish_reason, other.prompt_logprobs = "length", row.prompt_logprobs
             # Under a grammar there is no reasoning, unless the prompt has begun it.
-            chat = row_arguments[0] if isinstance(row_arguments[0], ChatPrompt) else ChatPrompt(())
+            chat = prompt if isinstance(prompt, ChatPrompt) else ChatPrompt(())
             thinking = chat.thinking if row.matcher is None or chat.shown else None
             for sample in (row, *others):
                 text = read_along(sample, self.tokenizer, streamed, thinking, chat.shown)
                 requests.append(Request(sample, promise, self.tokenizer, text, streamed, thinking))
         return requests
 
-    def _row(self, vet: Vet | None, prompt: Prompt, params: SamplingParams, policy: PolicyLike, k: int) -> Row:
-        """Make the row of a request, and check everything that depends on the model or the tokenizer."""
+    def _row(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        policy: AcceptancePolicy,
+        k: int,
+        draft: str,
+        *,
+        priority: int,
+        client: str,
+        vet: Vet | None,
+    ) -> Row:
+        """Make the row of a request, and check everything that depends on the model, the drafts or the tokenizer."""
+        if draft and draft not in self.draft_names:
+            names = self.draft_names or "none; LLM(..., draft='choose(small=fly-draft, copy=ngram)') loads two"
+            raise ValueError(f"draft {draft!r} is not loaded; choices: {names}")
         tokens, config = self._tokens_of(prompt), self.engine.runner.executor.config
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params {shorten(params)} must be SamplingParams; or give keywords, as in temperature=0")
@@ -580,11 +589,14 @@ class LLM:
             tokens=tokens,
             prompt_length=len(tokens),
             params=params,
-            policy=self._bind(as_policy(policy)),
+            policy=self._bind(policy),
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
             k=_check_k(k),
             stop_ids=eos | set(params.stop_token_ids),
             bad=BadWords((*params.bad_words_ids, *spellings)),
+            priority=priority,
+            client=client,
+            draft=draft,
             matcher=matcher,
         )
         row.stats.prompt_tokens = len(tokens)

@@ -37,7 +37,7 @@ class Running:
     @property
     def all_free(self) -> bool:
         """Whether no request holds a page of any cache."""
-        return all(each.num_free == each.num_blocks for each in self.service.llm.scheduler.allocators())
+        return all(each.num_free == each.num_blocks for each in self.service.llm.scheduler.allocators)
 
 
 def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> bool:

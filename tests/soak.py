@@ -132,7 +132,7 @@ class Called:
         stream.close()
 
     def is_idle(self) -> bool:
-        return all(each.num_free == each.num_blocks for each in self.llm.scheduler.allocators())
+        return all(each.num_free == each.num_blocks for each in self.llm.scheduler.allocators)
 
     def end(self) -> None:
         self.llm.close()

@@ -553,7 +553,7 @@ def test_adaptive_rows_do_not_change_the_text_and_leave_nothing() -> None:
     prompts = [[1, 2, 3], [4], [5, 6]]
     wanted = [out.token_ids for out in llm.generate(prompts, params, k=0)]
     assert [out.token_ids for out in llm.generate(prompts, params)] == wanted
-    for allocator in llm.scheduler.allocators():
+    for allocator in llm.scheduler.allocators:
         assert allocator.num_free == allocator.num_blocks
 
 

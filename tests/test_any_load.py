@@ -169,7 +169,7 @@ class Load(RuleBasedStateMachine):
             self.llm.scheduler.cancel(row)
         while self.llm.scheduler:
             self.llm.scheduler.step()
-        assert all(each.num_free == each.num_blocks for each in self.llm.scheduler.allocators())
+        assert all(each.num_free == each.num_blocks for each in self.llm.scheduler.allocators)
 
 
 # Under a sanitizer each draft on three kernel sets, so that all of them come up; else on any.

@@ -401,7 +401,7 @@ def test_every_rule_decides_on_blocks(policy: str) -> None:
         assert len(one.token_ids) == 20 and one.stats.drafted
         if policy in ("exact", "block") and each.temperature == 0:
             assert one.token_ids == plain.token_ids
-    for allocator in llm.scheduler.allocators():  # type: ignore[union-attr]
+    for allocator in llm.scheduler.allocators:  # type: ignore[union-attr]
         assert allocator.num_free == allocator.num_blocks
 
 

@@ -127,10 +127,10 @@ class AllocatorMachine(RuleBasedStateMachine):
             return
         # what somebody holds and has published is there to be had
         for other, content in self.content.items():
-            known = self.allocator._published.get(other)
-            if other != seq and SALTS[other] == salt and known is not None and content[:shared] == tokens[:shared]:
-                whole = known.pages * self.allocator.block_size
-                listed = all(page in self.allocator._keys for page in self.allocator.table(other)[: known.pages])
+            pages = self.allocator._of(other).published
+            if other != seq and SALTS[other] == salt and content[:shared] == tokens[:shared]:
+                whole = pages * self.allocator.block_size
+                listed = all(page in self.allocator._keys for page in self.allocator.table(other)[:pages])
                 assert shared >= whole or tokens[:whole] != content[:whole] or not listed
 
     @rule(seq=names)

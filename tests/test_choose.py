@@ -50,7 +50,7 @@ def test_a_request_is_drafted_for_by_the_one_it_names_as_if_that_were_alone(temp
         [alone] = fly.LLM(target, made()[name or "small"], k=4).generate([text], own)
         assert out.token_ids == alone.token_ids
         assert (out.stats.drafted, out.stats.accepted) == (alone.stats.drafted, alone.stats.accepted)
-    assert all(allocator.num_free == allocator.num_blocks for allocator in llm.scheduler.allocators())
+    assert all(allocator.num_free == allocator.num_blocks for allocator in llm.scheduler.allocators)
 
 
 def test_a_choice_within_a_choice_gives_its_first() -> None:

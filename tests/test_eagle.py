@@ -352,7 +352,7 @@ def check_texts(kernels: str, strategy: DraftStrategy) -> None:
     assert outputs[0].stats.cached >= 4 and all(one.stats.drafted for one in outputs)
     several = llm.generate([prompts[2]], greedy.changed({"n": 3}))[0]
     assert {tuple(one.token_ids) for one in (several, *several.others)} == {tuple(plain[2].token_ids)}
-    for allocator in llm.scheduler.allocators():
+    for allocator in llm.scheduler.allocators:
         assert allocator.num_free == allocator.num_blocks
 
 

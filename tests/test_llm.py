@@ -280,7 +280,7 @@ def test_two_streams_at_once(speaker: Path) -> None:
     streams = [llm.stream(prompt, params) for prompt in ("One", "Two more")]
     turns = list(zip_longest(*streams, fillvalue=""))
     assert ["".join(pieces) for pieces in zip(*turns)] == [out.text for out in outs] and len(turns) > 2
-    assert all(a.num_free == a.num_blocks for a in llm.scheduler.allocators())
+    assert all(a.num_free == a.num_blocks for a in llm.scheduler.allocators)
 
 
 def test_stop_strings_hold_for_generate_and_stream(speaker: Path) -> None:
@@ -324,7 +324,7 @@ def test_a_text_and_its_tokens_are_one_prompt(speaker: Path) -> None:
 def test_prefix_reuse_is_of_all_caches(reuse: bool) -> None:
     llm, prompt = LLM("fly-tiny", "fly-tiny", prefix_reuse=reuse), [*range(3, 300)]
     llm.generate([prompt], temperature=0, max_tokens=4)
-    assert [each.adopt("another", prompt) > 0 for each in llm.scheduler.allocators()] == [reuse, reuse]
+    assert [each.adopt("another", prompt) > 0 for each in llm.scheduler.allocators] == [reuse, reuse]
 
 
 def test_open_streams_share_the_cache_and_make_room_for_each_other() -> None:
@@ -343,7 +343,7 @@ def test_open_streams_share_the_cache_and_make_room_for_each_other() -> None:
     next(first)
     first.close()
     assert llm.generate([[4, 5, 6]], params)[0].stats.generated == 40
-    assert all(allocator.num_free == allocator.num_blocks for allocator in llm.scheduler.allocators())
+    assert all(allocator.num_free == allocator.num_blocks for allocator in llm.scheduler.allocators)
 
 
 # --- many requests at once -------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def test_several_completions_of_one_prompt_are_those_of_their_seeds() -> None:
             (alone,) = llm.generate([prompt], single.model_copy(update={"seed": seed}))
             assert sample.token_ids == alone.token_ids and sample.prompt_token_ids == prompt
         assert len({tuple(sample.token_ids) for sample in (out, *out.others)}) == 3
-    assert all(a.num_free == a.num_blocks for a in llm.scheduler.allocators())
+    assert all(a.num_free == a.num_blocks for a in llm.scheduler.allocators)
 
 
 def test_a_stream_is_of_one_completion(speaker: Path) -> None:

@@ -90,7 +90,7 @@ def run(executor: Executor, strategy: DraftStrategy | None, rows: list[Row]) -> 
         scheduler.add(row)
     while scheduler:
         scheduler.step()
-    assert all(a.num_free == a.num_blocks for a in scheduler.allocators())
+    assert all(a.num_free == a.num_blocks for a in scheduler.allocators)
     return rows
 
 

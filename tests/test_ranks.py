@@ -172,7 +172,7 @@ def mixed_calls(ranks: Ranks, target: str) -> list[Any]:
         next(other)
     stream.close()
     found += [ranks.collect(2), "".join(other), told(llm.generate([[5]], params)), ranks.collect(3)]
-    assert all(each.num_free == each.num_blocks for each in llm.scheduler.allocators())
+    assert all(each.num_free == each.num_blocks for each in llm.scheduler.allocators)
     return [*found, ranks.random.random()]
 
 

@@ -9,6 +9,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -104,19 +105,22 @@ def held(engine: Engine) -> list[dict[object, int]]:
     return [{seq: a.length(seq) for seq in a.sequences()} for a in allocators]
 
 
-def take_steps(made: Engine, rows: list[Row], stopped: Callable[[Row, int], bool] | None) -> int:
-    """Decode rows until all have ended or no page is left, and check after each step what was emitted and is cached.
+def ends_at(row: Row, count: int, token: int) -> bool:
+    return row.generated == count
+
+
+def take_steps(made: Engine, rows: list[Row]) -> int:
+    """Decode rows until all have ended or no page is left, and check after each step what was noted and is cached.
     Returns the number of steps."""
     steps = 0
     while going := [row for row in rows if not row.finish_reason]:
-        before = [len(row.provenance) for row in going]
         try:
-            emitted = made.step(going, stopped)
+            made.step(going)
         except OutOfBlocks:
             return steps
         steps += 1
-        assert emitted == [row.provenance[start:] for row, start in zip(going, before)]
         for row in going:
+            assert [token.id for token in row.provenance] == row.tokens[row.prompt_length :]
             cached = made.runner._cached[row.id]
             assert cached == row.tokens[: len(cached)] and len(cached) < len(row.tokens)
             assert made.runner.cache.allocator.length(row.id) == len(cached)
@@ -158,7 +162,7 @@ def test_rounds_of_one_call_are_the_rounds_of_as_many_steps(data: st.DataObject)
     drawn_rule = f"exact | entropy({gate}) & window({window}) & ~control & room({room}) & room({room})"
     policy = data.draw(st.sampled_from([*POLICIES, parse_policy(drawn_rule)]))
     k = data.draw(st.integers(0, 7))
-    ends_at = data.draw(st.sampled_from([None, 3, 17, 40]))  # as a stop string would end it
+    end = data.draw(st.sampled_from([None, 3, 17, 40]))  # as a stop string would end it
 
     ahead = data.draw(st.sampled_from([(1,), (7, 1), (30, 2, 1), (128, 32, 8, 1)]))  # fewer or more than there is left
 
@@ -167,22 +171,20 @@ def test_rounds_of_one_call_are_the_rounds_of_as_many_steps(data: st.DataObject)
             engine(*setting, **stop),
             Row(list(prompt), len(prompt), params, policy, seed, k, stop_ids=stops),
         )
-        emitted = []
-        stopped = None if ends_at is None else lambda row, token: row.generated == ends_at
+        row.on_token = None if end is None else partial(ends_at, row, end)
         while not row.finish_reason:
             made.stretch, before = stretch(), (len(row.tokens), held(made)[0])
             try:
-                (tokens,) = made.step([row], stopped)
+                made.step([row])
             except OutOfBlocks:
                 assert before == (len(row.tokens), held(made)[0])
                 return row, "out of blocks"
-            emitted += tokens
+            assert [token.id for token in row.provenance] == row.tokens[row.prompt_length :]
             drafter = None if drafting is None else made.strategy.continuation([row]).runner
             for runner in filter(None, (made.runner, drafter)):
                 cached = runner._cached.get(row.id, [])
                 assert cached == row.tokens[: len(cached)]
                 assert len(cached) < len(row.tokens) and runner.cache.allocator.length(row.id) == len(cached)
-        assert emitted == row.provenance
         made.release(row)
         assert not any(held(made))
         return row, None
@@ -259,12 +261,14 @@ def test_rows_beside_one_another_take_the_rounds_of_as_many_steps(data: st.DataO
         )
         for _ in range(data.draw(st.integers(2, 4)))
     ]
-    stopped = None if data.draw(st.booleans()) else lambda row, token: row.generated == 17
+    ends_early = data.draw(st.booleans())
 
     def decode(stretch: float) -> tuple[list[object], int]:
         made, rows = engine(*setting, **stop), [row.sample(row.seed) for row in given_rows]
         made.stretch = stretch
-        steps = take_steps(made, rows, stopped)
+        for row in rows if ends_early else ():
+            row.on_token = partial(ends_at, row, 17)
+        steps = take_steps(made, rows)
         return [told(row) for row in rows], steps
 
     slow, many = decode(0)
@@ -414,14 +418,16 @@ def test_a_callback_that_fails_leaves_whole_rounds() -> None:
     (row,), made = rows_of([1, 2, 3]), engine(0, False, None, (400, 400), 4)
     made.stretch = FOREVER
 
-    def stopped(row: Row, token: int) -> bool:
+    def fail(token: int) -> bool:
         if row.generated == 11:
             raise KeyError("no text")
         return False
 
+    row.on_token = fail
+
     with pytest.raises(KeyError):
         while not row.finish_reason:
-            made.step([row], stopped)
+            made.step([row])
     assert row.generated == len(row.provenance) <= 11 and row.provenance[-1].why in (Why.BONUS, Why.CORRECTION)
     assert held(made)[0][row.id] == len(row.tokens) - 1
 

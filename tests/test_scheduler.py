@@ -110,7 +110,7 @@ def run(scheduler: Scheduler, most: int = 2000) -> int:
 
 
 def whole(scheduler: Scheduler) -> bool:
-    return all(a.num_free == a.num_blocks and not a.sequences() for a in scheduler.allocators())
+    return all(a.num_free == a.num_blocks and not a.sequences() for a in scheduler.allocators)
 
 
 tokens = st.integers(0, 16)
@@ -170,7 +170,7 @@ class Simulation(RuleBasedStateMachine):
         row, _ = self.open.pop(data.draw(st.sampled_from(sorted(self.open))))
         self.scheduler.cancel(row)
         assert row.finish_reason == "cancelled"
-        assert all(not a.table(row.id) for a in self.scheduler.allocators())
+        assert all(not a.table(row.id) for a in self.scheduler.allocators)
 
     @rule(steps=st.integers(1, 6))
     def step(self, steps: int) -> None:
@@ -199,7 +199,7 @@ class Simulation(RuleBasedStateMachine):
             running = {row.id for row in self.scheduler.running}
             assert {row.id for row in self.scheduler.waiting} | running == set(self.open)
             assert len(running) <= self.scheduler.max_rows
-            for allocator in self.scheduler.allocators():
+            for allocator in self.scheduler.allocators:
                 assert set(allocator.sequences()) <= running
 
     def teardown(self) -> None:
@@ -270,7 +270,7 @@ def test_a_drafter_takes_in_a_long_prompt_by_the_same_chunks() -> None:
     row = asked.row()
     scheduler.add(row)
     assert scheduler.engine.strategy is not None
-    caches = scheduler.allocators()
+    caches = scheduler.allocators
     sizes = []
     while not row.generated:
         scheduler.step()
@@ -479,14 +479,15 @@ def test_a_row_may_be_cancelled_from_within_a_step(itself: bool) -> None:
     scheduler = make_scheduler("model", 60, 4, max_rows=2)
     rows = [Asked((number, 2), max_tokens=12).row() for number in range(3)]  # the third waits
 
-    def stopped(row: Row, token: int) -> bool:
-        if row.generated == 4:
+    def cancel(token: int) -> bool:
+        if rows[0].generated == 4:
             for other in rows[:1] if itself else rows[1:]:
                 scheduler.cancel(other)
         return False
 
+    rows[0].on_token = cancel
     for row in rows:
-        scheduler.add(row, stopped if row is rows[0] else None)
+        scheduler.add(row)
     run(scheduler)
     cancelled = rows[:1] if itself else rows[1:]
     assert all(row.finish_reason == ("cancelled" if row in cancelled else "length") for row in rows)
@@ -504,13 +505,15 @@ def test_a_chunk_that_was_read_before_an_error_is_not_read_again(name: str, scor
     scheduler = make_scheduler(name, 400, 4, max_rows=4, step_tokens=1)
     failing = Row([1, 2, 3], 3, SamplingParams(temperature=0.0, max_tokens=9), Exact(), 0, 0)
 
-    def fail(row: Row, token: int) -> bool:  # after the forward of a step
-        if row.generated > 2:
+    def fail(token: int) -> bool:  # after the forward of a step
+        if failing.generated > 2:
             raise RuntimeError("this request fails")
         return False
 
+    failing.on_token = fail
+
     asked = Asked(tuple(n % 5 for n in range(length)), max_tokens=8 if scored is None else 0, scored=scored)
-    scheduler.add(failing, fail)
+    scheduler.add(failing)
     scheduler.step()
     row = asked.row()
     scheduler.add(row)

@@ -201,7 +201,7 @@ def test_a_client_that_comes_or_leaves_hurries_only_the_current_turn() -> None:
 
         engine = property(lambda self: self)
         runner = SimpleNamespace(executor=SimpleNamespace(device=torch.device("cpu")))
-        running, waiting, rows, came = (), (), 0, ()
+        running, waiting, allocators, rows, came = (), (), (), 0, ()
 
         def enter_thread(self) -> None:
             pass
@@ -210,13 +210,10 @@ def test_a_client_that_comes_or_leaves_hurries_only_the_current_turn() -> None:
             nonlocal hurried
             hurried = now
 
-        def allocators(self) -> tuple[()]:
-            return ()
-
         def __bool__(self) -> bool:
             return self.rows > 0
 
-        def add(self, row: Row, stopped: object) -> None:
+        def add(self, row: Row) -> None:
             self.rows, self.came = self.rows + 1, (*self.came, "submit")
 
         def cancel(self, row: Row) -> None:

@@ -391,7 +391,7 @@ def test_greedy_output_is_the_autoregressive_one(name: str, shape: str, data: st
     outs = llm.generate(prompts, params)
     plain = LLM(model).generate(prompts, params)
     assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
-    assert all(a.num_free == a.num_blocks and not a.sequences() for a in llm.scheduler.allocators())
+    assert all(a.num_free == a.num_blocks and not a.sequences() for a in llm.scheduler.allocators)
     assert isinstance(llm.draft, TranslatedDraft) and not llm.draft._contexts
 
 

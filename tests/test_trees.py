@@ -269,7 +269,7 @@ def test_trees_leave_the_text_alone() -> None:
     outs = llm.generate(texts, params)
     assert [out.token_ids for out in outs] == wanted
     assert sum(out.stats.accepted for out in outs) > 10
-    for allocator in llm.scheduler.allocators():
+    for allocator in llm.scheduler.allocators:
         assert allocator.num_free == allocator.num_blocks
 
 

@@ -55,7 +55,7 @@ def tokenizer() -> Any:
 
 
 def whole(llm: LLM) -> bool:
-    return all(a.num_free == a.num_blocks and not a.sequences() for a in llm.scheduler.allocators())
+    return all(a.num_free == a.num_blocks and not a.sequences() for a in llm.scheduler.allocators)
 
 
 def slowed(llm: LLM, seconds: float = 0.01) -> LLM:

@@ -62,7 +62,7 @@ def expected(prompt: list[int], params: SamplingParams) -> tuple[list[int], str]
 
 def whole(llm: LLM) -> bool:
     """Whether every block of every cache is free."""
-    return all(a.num_free == a.num_blocks and not a.sequences() for a in llm.scheduler.allocators())
+    return all(a.num_free == a.num_blocks and not a.sequences() for a in llm.scheduler.allocators)
 
 
 def check_counts(out: Output, params: SamplingParams, k: int) -> None:

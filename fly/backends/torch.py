@@ -45,8 +45,10 @@ class TorchExecutor(Executor):
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        if isinstance(model, Llama) and model.rounded:
-            self.kernels = INT8
+        if isinstance(model, Llama):
+            model.rotary()  # its tables are built now, and not by the first request
+            if model.rounded:
+                self.kernels = INT8
         self.config = model.config
         self.device = model.device
         self.dtype = model.dtype

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 __all__ = ["BlockAllocator", "OutOfBlocks"]
+
+
+# The key of a page's content: the number of the content before it (or the salt), and the page's tokens.
+_Key: TypeAlias = tuple[int | str, tuple[int, ...]]
 
 
 class OutOfBlocks(RuntimeError):
     """There are too few free pages. Nothing was changed."""
 
 
-class _Published(NamedTuple):
-    """How much of a sequence is published: its first ``pages`` pages. ``at`` is the content number of the last of them,
-    or the salt if there are none."""
+@dataclass
+class _Held:
+    """What a sequence holds."""
 
-    pages: int
-    at: int | str
+    table: list[int] = field(default_factory=list)  # its pages, in order of position
+    length: int = 0  # how many tokens it has room for
+    published: int = 0  # how many of its first pages are published
+    content: int = 0  # the content number of the last published page
 
 
 class BlockAllocator:
@@ -42,13 +49,9 @@ class BlockAllocator:
         self._used = bytearray(num_blocks)  # 0: neither held nor idle; bytes, so that free runs are found fast
         self._free = num_blocks  # number of zeros in ``_used``
         self._idle: OrderedDict[int, None] = OrderedDict()  # idle pages, least recently used first
-        self._tables: dict[Hashable, list[int]] = {}
-        self._lengths: dict[Hashable, int] = {}
-        # The key of a page's content is its own tokens and the number of the content before it (or the salt). No number
-        # is used twice.
-        self._contents: dict[tuple[int | str, tuple[int, ...]], tuple[int, int]] = {}  # -> number, page
-        self._keys: dict[int, tuple[int | str, tuple[int, ...]]] = {}  # the key of each page in ``_contents``
-        self._published: dict[Hashable, _Published] = {}
+        self._held: dict[Hashable, _Held] = {}  # by sequence
+        self._contents: dict[_Key, tuple[int, int]] = {}  # -> its number, which is used once, and the page
+        self._keys: dict[int, _Key] = {}  # the key of each page in ``_contents``
         self._last = 0
 
     @property
@@ -63,20 +66,24 @@ class BlockAllocator:
 
     def __contains__(self, seq: Hashable) -> bool:
         """Whether ``seq`` is known, even if it has no pages."""
-        return seq in self._tables
+        return seq in self._held
 
     def sequences(self) -> list[Hashable]:
         """Return the known sequences, oldest first."""
-        return list(self._tables)
+        return list(self._held)
 
     def table(self, seq: Hashable) -> list[int]:
         """Return the page numbers of ``seq``, in order of position; empty if it is unknown. This is the allocator's own
         list: do not change it."""
-        return self._tables.get(seq, [])
+        return self._of(seq).table
 
     def length(self, seq: Hashable) -> int:
         """Return how many tokens ``seq`` has room for, as last set by ``resize``; 0 if it is unknown."""
-        return self._lengths.get(seq, 0)
+        return self._of(seq).length
+
+    def _of(self, seq: Hashable) -> _Held:
+        """Return what ``seq`` holds: nothing if it is unknown."""
+        return self._held.get(seq) or _Held()
 
     def blocks_for(self, n_tokens: int) -> int:
         """Return how many pages ``n_tokens`` tokens need."""
@@ -94,9 +101,9 @@ class BlockAllocator:
         """
         if n_tokens < 0:
             raise ValueError(f"n_tokens {n_tokens} must not be negative")
-        table = self.table(seq)
-        length = self.length(seq)
-        shares = self._shares_tail(seq, n_tokens)
+        held = self._of(seq)
+        table = held.table
+        shares = self._shares_tail(held, n_tokens)
         grow, copies = self.blocks_for(n_tokens) - len(table), []
         if (blocks := max(grow, 0) + shares) > self.num_free:
             raise OutOfBlocks(
@@ -112,23 +119,25 @@ class BlockAllocator:
             self._take(table, 1)
             self._drop(source)
             copies.append((source, table[-1]))
-        elif n_tokens > length and length % self.block_size:
+        elif n_tokens > held.length and held.length % self.block_size:
             self._forget_content(table[-1])  # it will be overwritten
         if grow > 0:
             self._take(table, grow)
-        if seq in self._published and n_tokens // self.block_size < self._published[seq].pages:
-            del self._published[seq]  # the next ``publish`` looks it up from the start
-        self._tables[seq], self._lengths[seq] = table, n_tokens
+        if n_tokens // self.block_size < held.published:
+            held.published = 0  # the next ``publish`` looks it up from the start
+        held.length = n_tokens
+        self._held[seq] = held
         return copies
 
     def missing(self, seq: Hashable, n_tokens: int) -> int:
         """Return how many free pages it takes to ``resize`` to ``n_tokens`` tokens."""
-        return max(self.blocks_for(n_tokens) - len(self.table(seq)), 0) + self._shares_tail(seq, n_tokens)
+        held = self._of(seq)
+        return max(self.blocks_for(n_tokens) - len(held.table), 0) + self._shares_tail(held, n_tokens)
 
-    def _shares_tail(self, seq: Hashable, n_tokens: int) -> bool:
-        """Whether ``seq`` would grow into a partly filled page that another sequence also holds."""
-        length = self.length(seq)
-        return n_tokens > length and length % self.block_size > 0 and self._references[self._tables[seq][-1]] > 1
+    def _shares_tail(self, held: _Held, n_tokens: int) -> bool:
+        """Whether a sequence would grow into a partly filled page that another sequence also holds."""
+        partly = n_tokens > held.length and held.length % self.block_size > 0
+        return partly and self._references[held.table[-1]] > 1
 
     def publish(self, seq: Hashable, tokens: Sequence[int], n_tokens: int, salt: str = "") -> None:
         """Declare that ``seq`` stores the first ``n_tokens`` of ``tokens``. Later sequences with this salt can then
@@ -136,70 +145,71 @@ class BlockAllocator:
 
         Raises ``ValueError`` if ``seq`` has room for fewer than ``n_tokens`` tokens.
         """
-        if n_tokens > self.length(seq):
-            raise ValueError(f"sequence {seq!r} has room for {self.length(seq)} tokens and cannot store {n_tokens}")
-        size, table = self.block_size, self.table(seq)
-        first, at = self._published.get(seq, _Published(0, salt))
-        for number in range(first, n_tokens // size):
-            key = (at, tuple(tokens[number * size : (number + 1) * size]))
+        held = self._of(seq)
+        if n_tokens > held.length:
+            raise ValueError(f"sequence {seq!r} has room for {held.length} tokens and cannot store {n_tokens}")
+        while held.published < n_tokens // self.block_size:
+            key = self._next_page(held, tokens, salt)
             if key not in self._contents:
-                self._forget_content(table[number])
+                block = held.table[held.published]
+                self._forget_content(block)
                 self._last += 1
-                self._contents[key], self._keys[table[number]] = (self._last, table[number]), key
-            at, _ = self._contents[key]
-        self._published[seq] = _Published(max(first, n_tokens // size), at)
+                self._contents[key] = self._last, block
+                self._keys[block] = key
+            held.content, _ = self._contents[key]
+            held.published += 1
 
     def adopt(self, seq: Hashable, tokens: Sequence[int], salt: str = "") -> int:
         """Start ``seq`` with the published pages that store the first of ``tokens`` under this salt. Return how many
         tokens they store: a multiple of ``block_size``, 0 if there are none. Raises ``ValueError`` if ``seq`` is
         known."""
-        if seq in self._tables:
+        if seq in self._held:
             raise ValueError(f"sequence {seq!r} has pages already; only a new one can adopt others")
-        table: list[int] = self._tables.setdefault(seq, [])
-        at: int | str = salt
-        for end in range(self.block_size, len(tokens) + 1, self.block_size):
-            entry = self._contents.get((at, tuple(tokens[end - self.block_size : end])))
-            if entry is None:
-                break
-            at, block = entry
+        held = self._held[seq] = _Held()
+        while (key := self._next_page(held, tokens, salt)) in self._contents:
+            held.content, block = self._contents[key]
             self._hold(block)
-            table.append(block)
-        self._lengths[seq], self._published[seq] = len(table) * self.block_size, _Published(len(table), at)
-        return self._lengths[seq]
+            held.table.append(block)
+            held.published += 1
+        held.length = held.published * self.block_size
+        return held.length
 
     def forget(self) -> None:
         """Forget all published content, so that later sequences share none of it."""
         self._evict(self.num_free)
         for block in list(self._keys):
             self._forget_content(block)
-        self._published.clear()
+        for held in self._held.values():
+            held.published = 0
 
     def next_key(self, seq: Hashable, tokens: Sequence[int], salt: str = "") -> Hashable:
         """Return a key of the first full page of ``tokens`` that ``seq`` has not published; None if there is none.
         Sequences with equal keys are about to compute the same page."""
-        published = self._published.get(seq, _Published(0, salt))
-        start = published.pages * self.block_size
-        page = tuple(tokens[start : start + self.block_size])
-        return (published.at, page) if len(page) == self.block_size else None
+        key = self._next_page(self._of(seq), tokens, salt)
+        _, page = key
+        return key if len(page) == self.block_size else None
+
+    def _next_page(self, held: _Held, tokens: Sequence[int], salt: str) -> _Key:
+        """Return the key of the first page of ``tokens`` that is not published. It may have fewer tokens than a page,
+        and is then no key of a content."""
+        start = held.published * self.block_size
+        return held.content if held.published else salt, tuple(tokens[start : start + self.block_size])
 
     def fork(self, parent: Hashable, child: Hashable) -> None:
         """Let ``child`` share all pages of ``parent``. Raises ``ValueError`` for an unknown parent or a known child."""
-        if parent not in self._tables:
+        if parent not in self._held:
             raise ValueError(f"cannot fork unknown sequence {parent!r}; known: {self.sequences()[:8]}")
-        if child in self._tables:
+        if child in self._held:
             raise ValueError(f"cannot fork into sequence {child!r}: it exists already")
-        self._tables[child], self._lengths[child] = list(self._tables[parent]), self._lengths[parent]
-        if parent in self._published:
-            self._published[child] = self._published[parent]
-        for block in self._tables[child]:
+        held = self._held[parent]
+        self._held[child] = replace(held, table=list(held.table))
+        for block in held.table:
             self._hold(block)
 
     def release(self, seq: Hashable) -> None:
         """Give back everything that ``seq`` holds. Does nothing for an unknown sequence."""
-        for block in reversed(self._tables.pop(seq, [])):
+        for block in reversed(self._held.pop(seq, _Held()).table):
             self._drop(block)
-        self._lengths.pop(seq, None)
-        self._published.pop(seq, None)
 
     def _hold(self, block: int) -> None:
         """Count one more sequence that holds ``block``."""

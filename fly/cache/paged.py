@@ -253,7 +253,8 @@ class PagedKVCache:
         self.device = torch.device(device)
         self.context = config.max_position_embeddings
         self.nobody = num_blocks
-        pages = num_blocks + (not on_host(self.device))
+        self._fixed = not on_host(self.device)  # whether forwards have fixed shapes, and read whole pages
+        pages = num_blocks + self._fixed
         shape = config.num_hidden_layers, pages * block_size, config.num_key_value_heads, config.head_dim
         self.keys, self.values = (zeros(shape, dtype, self.device) for _ in range(2))
 
@@ -280,14 +281,20 @@ class PagedKVCache:
         On devices other than the CPU, new pages are zeroed: forwards of fixed shapes read whole pages and mask what
         they do not need, but a NaN that another sequence left would pass the mask, since 0 · NaN is NaN.
         """
-        size, had = self.allocator.block_size, len(self.allocator.table(seq))
+        had = len(self.allocator.table(seq))
         copies = self.allocator.resize(seq, n_tokens)
-        for stored in (self.keys, self.values):
-            pages = stored.unflatten(1, (-1, size))
-            for page in self.allocator.table(seq)[had:] if not on_host(self.device) else ():
-                pages[:, page].zero_()
-            for source, destination in copies:
-                pages[:, destination] = pages[:, source]
+        if self._fixed:
+            for page in self.allocator.table(seq)[had:]:
+                for stored in (self.keys, self.values):
+                    self._page(stored, page).zero_()
+        for source, destination in copies:
+            for stored in (self.keys, self.values):
+                self._page(stored, destination).copy_(self._page(stored, source))
+
+    def _page(self, stored: Tensor, number: int) -> Tensor:
+        """Return a page [L, Z, G, D] of the stored keys or values."""
+        size = self.allocator.block_size
+        return stored[:, number * size : (number + 1) * size]
 
     def slots(self, seq: Hashable, start: int, stop: int) -> slice | list[int]:
         """Return the slots of the tokens ``start`` to ``stop`` of ``seq``: a slice if consecutive, else a list."""

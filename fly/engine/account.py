@@ -15,26 +15,21 @@ from torch import Tensor
 from fly.runner.request import Row, Token
 from fly.types import Decision, Mismatch, Why
 
-__all__ = ["OnToken", "apply", "explain_tokens", "logprobs"]
-
-OnToken = Callable[[Row, int], bool]  # called with each emitted token in order; True ends the row there
+__all__ = ["apply", "explain_tokens", "logprobs"]
 
 
-def apply(
-    row: Row, decisions: abc.Sequence[Decision], left: int, stopped: OnToken | None = None, prompt: bool = False
-) -> list[Token]:
+def apply(row: Row, decisions: abc.Sequence[Decision], left: int, prompt: bool = False) -> list[Token]:
     """Extend the row by the tokens that its decided blocks emit, exactly up to where the row ends, and count them.
 
     Args:
         decisions: one for each block, in order; tokens after the row's end are dropped.
         left: the number of tokens that the row may still emit.
-        stopped: see ``OnToken``.
         prompt: whether the block comes from the forward that ended the prompt, which does not count as a round.
 
     Returns the emitted tokens. A row that ends gets its ``finish_reason``.
     """
     stats, first = row.stats, len(row.provenance)
-    if stopped is None and len(decisions) > 1 and not any(decision.drafted for decision in decisions[:-1]):
+    if row.on_token is None and len(decisions) > 1 and not any(decision.drafted for decision in decisions[:-1]):
         # Rounds without a draft emit one token each. Only the last round of a call can end a row, so the tokens of the
         # others are appended together.
         _append_bonuses(row, decisions[:-1])
@@ -45,7 +40,7 @@ def apply(
         # Append the accepted path and the target's own token, up to the row's end.
         ids = [drafted[node] for node in path] if drafted else []
         ids.append(next_token)
-        count = _extend(row, ids, left, stopped)
+        count = _extend(row, ids, left)
         left -= count
         # Record why each token was kept, and what the target would have chosen in its place.
         kept = path if count > len(path) else path[:count]
@@ -103,16 +98,16 @@ def _record_mismatches(
             stats.charge(mismatch)
 
 
-def _extend(row: Row, ids: list[int], left: int, stopped: OnToken | None) -> int:
+def _extend(row: Row, ids: list[int], left: int) -> int:
     """Append ``ids`` to the row up to its end, and return how many were appended."""
-    if stopped is None and len(ids) < left and row.stop_ids.isdisjoint(ids):
+    if row.on_token is None and len(ids) < left and row.stop_ids.isdisjoint(ids):
         row.tokens += ids
         return len(ids)
     count, before = 0, len(row.tokens)
     for count, token in enumerate(ids, start=1):
         row.tokens.append(token)
         try:
-            ended = stopped is not None and stopped(row, token)  # called with end tokens as well
+            ended = row.on_token is not None and row.on_token(token)  # called with end tokens as well
         except BaseException:
             del row.tokens[before:]  # tokens and provenance must have equal lengths
             raise
@@ -153,14 +148,14 @@ def explain_tokens(
     raw_BJV: Tensor,
     rows: abc.Sequence[Row],
     decisions: abc.Sequence[Decision],
-    before: abc.Sequence[int],
+    emitted: abc.Sequence[list[Token]],
     put: Callable[[list[int]], Tensor],
 ) -> None:
     """Record log-probabilities and explanations of the tokens just emitted, for the rows that ask for them.
 
     Args:
         raw_BJV: the logits, as the target gave them.
-        before: for each row, the number of its first new token.
+        emitted: for each row, the tokens that it got, the last ones of its ``provenance``.
         put: puts numbers on the logits' device (called once, for all rows).
     """
     watched = [b for b, row in enumerate(rows) if row.params.logprobs is not None or row.params.explain]
@@ -171,7 +166,7 @@ def explain_tokens(
     places = list[int]()
     tokens = list[Token]()
     for b in watched:
-        new = rows[b].provenance[before[b] :]
+        new = emitted[b]
         numbers += [b] * len(new)
         places += [0, *(node + 1 for node in decisions[b].path)][: len(new)]
         tokens += new
@@ -190,11 +185,11 @@ def explain_tokens(
         row = rows[b]
         entries = []
         explained = []
-        for token in row.provenance[before[b] :]:
+        for token in emitted[b]:
             values, likeliest = next(lines)
             entries.append(_make_entry(token.id, values, likeliest, row.params.logprobs or 0))
             explained.append(token._replace(prob=values[1], choice_prob=values[2], entropy=values[3]))
         if row.params.logprobs is not None:
             row.logprobs += entries
         if row.params.explain:
-            row.provenance[before[b] :] = explained
+            row.provenance[len(row.provenance) - len(explained) :] = explained

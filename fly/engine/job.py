@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections import abc
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -58,17 +58,18 @@ class Request:
     _texts: list[str] = field(default_factory=list)
     _logprobs: int = 0  # number of tokens whose log-probabilities were reported
 
-    def stopped(self, row: Row, token: int) -> bool:
-        """Decode a token, and return whether a stop string now ends the text."""
+    def decode(self, token: int) -> bool:
+        """Decode a token, and return whether a stop string now ends the text (``Row.on_token``)."""
         assert self.text is not None
-        self._texts.append(self.text.push(token, stoppable=row.generated >= row.params.min_tokens))
+        row = self.row
+        piece = self.text.push(token, stoppable=row.generated >= row.params.min_tokens)
+        if self.streamed:
+            self._texts.append(piece)
         return self.text.stopped
 
-    def news(self, index: int, tokens: list[Token]) -> News | None:
-        """Return the news of these ``tokens`` and of the request's end; None if the request is not ``streamed``."""
+    def news(self, index: int, tokens: list[Token]) -> News:
+        """Return the news of these ``tokens`` and of the end of this request, which is ``streamed``."""
         texts, self._texts = self._texts, []
-        if not self.streamed:
-            return None
         row, over = self.row, bool(self.row.finish_reason)
         drafts, row.drafts = row.drafts, []
         logprobs = row.logprobs[self._logprobs :]
@@ -77,8 +78,8 @@ class Request:
         output = self.output() if over and row.error is None else None
         return News(index, list(zip(tokens, texts)), logprobs, drafts, rest, output, row.error)
 
-    def output(self) -> Output:
-        """Return the request's output, without the ``others`` of the same prompt."""
+    def output(self, others: tuple[Output, ...] = ()) -> Output:
+        """Return the request's output, with the outputs of further completions of its prompt (``others``)."""
         row = self.row
         ids = row.tokens[row.prompt_length :]
         begin: Callable[[], TextStream] | None = None
@@ -106,6 +107,7 @@ class Request:
             guarantee=self.promise.guarantee,
             bound=self.promise.bound,
             reasoning=reasoning,
+            others=others,
             _reader=Reader(begin, self.thinking, row.params.min_tokens),
         )
 
@@ -134,7 +136,7 @@ def outputs_of(requests: abc.Sequence[Request]) -> list[Output]:
     outputs, samples = [], iter(requests)
     for request in samples:
         others = [next(samples).output() for _ in range(request.row.params.n - 1)]
-        outputs.append(replace(request.output(), others=tuple(others)))
+        outputs.append(request.output(tuple(others)))
     return outputs
 
 
@@ -182,8 +184,8 @@ class Job:
     def note(self, index: int, tokens: list[Token]) -> None:
         """Take the tokens that a step gave to request number ``index``, or note its end."""
         request = self.requests[index]
-        if (news := request.news(index, tokens)) is not None:
-            self._news.append(news)
+        if request.streamed:
+            self._news.append(request.news(index, tokens))
         if request.row.finish_reason:
             self.left -= 1
             self.error = self.error or request.row.error

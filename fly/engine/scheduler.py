@@ -76,7 +76,8 @@ class Scheduler:
         failed: called with each error of a step before the error is handled. It raises those that concern all requests.
 
     A request is a ``Row``. It is over when its ``finish_reason`` is set; if that is ``"error"``, its ``error``
-    is what ended it. An error of one request (for example in its policy) ends that request alone.
+    is what ended it. An error of one request (for example in its policy) ends that request alone. ``allocators`` are
+    those of all caches, the target's first.
     """
 
     def __init__(
@@ -94,7 +95,6 @@ class Scheduler:
         self._failed = failed
         self.running: list[Row] = []  # by priority, then by arrival
         self._clients: dict[str, _Client] = {}  # clients with unfinished requests
-        self._stopped: dict[int, Callable[[Row, int], bool]] = {}
         self._reported: dict[int, int] = {}  # tokens of each row that a step has returned
         self._arrivals: dict[int, int] = {}  # the order of arrival, which is the same on all ranks; ids are not
         # The most prompt tokens scored in one step: their logits must fit into memory, and each row needs one token.
@@ -105,6 +105,7 @@ class Scheduler:
         self._caches = [_Cache(engine.runner.cache.allocator, engine.context + self._spare, False)]
         for drafter in engine.setup.drafters:
             self._caches.append(_Cache(drafter.allocator, drafter.context + self._spare, True))
+        self.allocators = [cache.allocator for cache in self._caches]
         self._stepping = False
         self._stuck: Row | None = None  # a row that did not fit; None once pages are freed
 
@@ -117,13 +118,9 @@ class Scheduler:
         """The waiting requests, client by client, each client's in order."""
         return [row for client in self._clients.values() for row in client.waiting]
 
-    def allocators(self) -> list[BlockAllocator]:
-        """Return the allocators of all caches, the target's first."""
-        return [cache.allocator for cache in self._caches]
-
     def forget(self) -> None:
         """Empty the prompt cache, so that the next prompts are computed and not found."""
-        for allocator in self.allocators():
+        for allocator in self.allocators:
             allocator.forget()
 
     def check(self, row: Row) -> None:
@@ -139,14 +136,9 @@ class Scheduler:
                     "fewer, or a larger cache"
                 )
 
-    def add(self, row: Row, stopped: Callable[[Row, int], bool] | None = None) -> None:
-        """Add ``row`` to the waiting rows. ``stopped(row, token)`` is called with every token and may end the row.
-
-        Raises ``ValueError`` as ``check`` does.
-        """
+    def add(self, row: Row) -> None:
+        """Add ``row`` to the waiting rows. Raises ``ValueError`` as ``check`` does."""
         self.check(row)
-        if stopped is not None:
-            self._stopped[row.id] = stopped
         self._reported[row.id] = row.generated
         self._arrivals[row.id] = next(self._count)
         if (client := self._clients.get(row.client)) is None:
@@ -156,7 +148,7 @@ class Scheduler:
 
     def cancel(self, row: Row) -> None:
         """End ``row`` at once and free its pages. A row that is over keeps its finish reason. If this is called within
-        a step (by a ``stopped`` callback), the row ends with that step."""
+        a step (by a row's ``on_token``), the row ends with that step."""
         if row.id in self._reported:
             row.finish_reason = row.finish_reason or "cancelled"
             if not self._stepping:
@@ -203,7 +195,7 @@ class Scheduler:
     def _run(self, step: _Step, seconds: float) -> None:
         """Run a step. If it fails, run each request alone: an error then ends the request that caused it."""
         try:
-            self.engine.step(step.rows, self._stop if self._stopped else None, step.prefill, seconds)
+            self.engine.step(step.rows, step.prefill, seconds)
         except Exception as error:
             self._failed(error)
             # The failed step emitted nothing, so it can be taken again in parts. If its forward has read the chunks
@@ -265,10 +257,6 @@ class Scheduler:
         ahead = self._clients[last.client].rows - self._clients[row.client].rows
         return last if (last.priority, ahead) > (row.priority, 1) else None
 
-    def _stop(self, row: Row, token: int) -> bool:
-        stopped = self._stopped.get(row.id)
-        return stopped is not None and stopped(row, token)
-
     def _retire(self, row: Row) -> None:
         """Free everything that is held for a row that is over, and forget it."""
         client = self._clients[row.client]
@@ -283,7 +271,7 @@ class Scheduler:
         if row.matcher is not None:  # closed now, because an error's traceback may keep the row alive for long
             row.matcher.close()
             row.matcher = None
-        self._stopped.pop(row.id, None)
+        row.on_token = None
         del self._reported[row.id], self._arrivals[row.id]
         self._stuck = None
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from fly.drafts.base import DraftSetup, DraftStrategy
 from fly.drafts.limits import check_draft
 from fly.drafts.setup import TranslatingSetup
-from fly.engine.account import OnToken, apply, explain_tokens, logprobs
+from fly.engine.account import apply, explain_tokens, logprobs
 from fly.runner.executor import OpenBlocks, Spent
-from fly.runner.request import Row, Token, most_drafted
+from fly.runner.request import Row, most_drafted
 from fly.runner.runner import Runner
 from fly.types import Draft
 
@@ -55,22 +55,24 @@ class Engine:
         self.setup = setup
         self.context = runner.executor.config.max_position_embeddings
         self._hurry = array("i", [0])
+        # Whether forwards use threads of their own, and nothing computes beside them.
+        runners = (runner, *setup.drafters)
+        self._own_threads = setup.all_built_in and all(each.executor.own_threads for each in runners)
 
     @torch.inference_mode()
     def step(
         self,
         rows: abc.Sequence[Row],
-        stopped: OnToken | None = None,
         prefill: abc.Sequence[tuple[Row, int]] = (),
         seconds: float = sys.maxsize,
-    ) -> list[list[Token]]:
-        """Take every row through one round, which emits between 1 and K+1 tokens per row. Return the tokens of each.
+    ) -> None:
+        """Take every row through one round, which emits between 1 and K+1 tokens per row.
 
         If the executor can take several rounds in one call, rows go through several, until ``stretch`` seconds are over
-        or a row ends. The tokens are the same. Calls made to a policy or to ``stopped`` before an error are not undone.
+        or a row ends. The tokens are the same. Calls made to a policy or to ``Row.on_token`` before an error are not
+        undone.
 
         Args:
-            stopped: gets every emitted token in order, and may end the row there (stop strings).
             prefill: other rows whose prompts are read in chunks, each with the number of its tokens that are cached
                 after this step (at most all but the last). They emit nothing in this step. A row with ``max_tokens`` 0
                 ends when its prompt is scored.
@@ -85,30 +87,21 @@ class Engine:
                 target, the strategy or a policy.
         """
         runner, strategy = self.runner, self.strategy
-        before = [len(row.provenance) for row in rows]
         prompts = [not row.generated or len(row.tokens) - runner.cached(row) > 1 for row in rows]
         if prefill and strategy is not None:
             strategy.prefill(prefill)
         try:
             # Prompts, and rows that need something between two rounds, take one round at a time.
-            if prefill or any(prompts) or not self._take_several(rows, stopped, seconds):
-                self._take_round(rows, stopped, prefill, prompts, before)
+            if prefill or any(prompts) or not self._take_several(rows, seconds):
+                self._take_round(rows, prefill, prompts)
         finally:
             # Commit: roll all caches back to the emitted tokens, also after an error.
             runner.commit([*rows, *(row for row, _ in prefill)])
             if strategy is not None and rows:
                 strategy.commit(rows)
-        return [row.provenance[start:] for row, start in zip(rows, before)]
 
-    def _take_round(
-        self,
-        rows: abc.Sequence[Row],
-        stopped: OnToken | None,
-        prefill: abc.Sequence[tuple[Row, int]],
-        prompts: list[bool],
-        before: list[int],
-    ) -> None:
-        """Propose, verify, decide and emit, once for each row, whose first new token gets the number ``before[b]``."""
+    def _take_round(self, rows: abc.Sequence[Row], prefill: abc.Sequence[tuple[Row, int]], prompts: list[bool]) -> None:
+        """Propose, verify, decide and emit, once for each row."""
         # Propose: the strategy drafts up to K tokens for each row.
         draft = self._propose(rows, prompts)
         # Verify: one forward of the target over the last tokens and the drafts scores K + 1 places of each row.
@@ -121,9 +114,10 @@ class Engine:
         if self.strategy is not None and rows:
             self.strategy.observe(rows, draft, target)
         # Emit: each row grows by its tokens, up to where it ends.
+        emitted = []
         for row, decision, prompt in zip(rows, decisions, prompts):
-            apply(row, [decision], self.left(row), stopped, prompt)
-        explain_tokens(raw_BJV, rows, decisions, before, self.runner.executor.numbers)
+            emitted.append(apply(row, [decision], self.left(row), prompt))
+        explain_tokens(raw_BJV, rows, decisions, emitted, self.runner.executor.numbers)
         for row, _ in prefill:
             if not row.params.max_tokens and not row.scores:
                 row.finish_reason = "length"  # nothing but its prompt was asked for
@@ -143,7 +137,7 @@ class Engine:
         check_draft(draft, max_len, self.runner.executor.config.vocab_size, name)
         return draft
 
-    def _take_several(self, rows: abc.Sequence[Row], stopped: OnToken | None, seconds: float) -> bool:
+    def _take_several(self, rows: abc.Sequence[Row], seconds: float) -> bool:
         """Take the rows through several rounds in one call of the executor. Return False, with nothing changed, if the
         executor cannot do that for these rows, or if the strategy must be asked before each round."""
         runner, drafting = self.runner, None
@@ -160,19 +154,19 @@ class Engine:
         # Emit: the rows grow by the decisions of all rounds.
         runner.note_rounds(rows, drafting, plan, rounds)
         for row, decisions in zip(rows, rounds.decisions):
-            apply(row, decisions, self.left(row), stopped)
+            apply(row, decisions, self.left(row))
         report = None if drafting is None else drafting.report
         if report is not None:
             report(rounds.spent)
         # A block whose rule runs only in Python came back open: drafted and scored. Decide it as in a single round.
         if rounds.open is not None:
             begin = time.perf_counter()
-            self._decide_open(rows, rounds.open, stopped)
+            self._decide_open(rows, rounds.open)
             if report is not None:
                 report([Spent(0, time.perf_counter() - begin, 0.0, 0.0)])
         return True
 
-    def _decide_open(self, rows: abc.Sequence[Row], blocks: OpenBlocks, stopped: OnToken | None) -> None:
+    def _decide_open(self, rows: abc.Sequence[Row], blocks: OpenBlocks) -> None:
         """Decide the blocks that the executor left open, except those of rows that have ended since."""
         going = [i for i, b in enumerate(blocks.rows) if not rows[b].finish_reason]
         if not going:
@@ -181,7 +175,7 @@ class Engine:
         open_rows = [rows[b] for b in blocks.rows]
         target = self.runner.view(open_rows, blocks.logits_BJV, blocks.choices)
         for row, decision in zip(open_rows, self.runner.judge(open_rows, target, blocks.draft, self.strategy)):
-            apply(row, [decision], self.left(row), stopped)
+            apply(row, [decision], self.left(row))
 
     def left(self, row: Row) -> int:
         """Return how many tokens ``row`` may still emit, by its ``max_tokens`` and the target's context."""
@@ -194,8 +188,7 @@ class Engine:
 
     def enter_thread(self) -> None:
         """Prepare the calling thread, which will take all steps. Called once, before the first."""
-        runners = (self.runner, *self.setup.drafters)
-        if self.setup.all_built_in and all(each.executor.own_threads for each in runners):
+        if self._own_threads:
             self.runner.executor.enter_thread()
 
     def release(self, row: Row) -> None:

@@ -317,8 +317,8 @@ class Worker:
             if job.key in self._open:
                 job.cancelled()
                 self._remove(job)
-        # Take a step. ``touched`` holds the new jobs and those that got tokens, in order.
-        touched = dict.fromkeys(new)
+        # Take a step. ``touched`` holds the open jobs that are new or got tokens, in order.
+        touched = {job: None for job in new if job.key in self._open}
         if self.scheduler:
             # For an open stream the step is short, so that its reader gets tokens soon.
             intervals = [job.interval for job in self._open.values() if job.stepwise and self._group is None]
@@ -332,11 +332,11 @@ class Worker:
                     touched[job] = None
             self.watch()
         # Deliver an entry to each job that is over, and to each stepwise job that is new or got tokens.
-        finished = [job for job in touched if job.key in self._open and (job.error is not None or not job.left)]
+        finished = [job for job in touched if job.error is not None or not job.left]
         for job in finished:
             self._remove(job)
         running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-        shares = tuple(1 - each.num_free / each.num_blocks for each in self.scheduler.allocators())
+        shares = tuple(1 - each.num_free / each.num_blocks for each in self.scheduler.allocators)
         with self._lock:
             taken = self.load.taken + sum(len(job.requests) for job in new)
             self.load = Load(running, waiting, shares, taken)
@@ -344,8 +344,8 @@ class Worker:
             self.jobs.difference_update(finished, leaving)
         self._wanted.difference_update(job.key for job in informed if job.key not in self._leaving)
         # A call that still waits for a cancelled job gets its last entry.
-        ended = [(job, job.entry()) for job in leaving if job.stepwise]
-        self._deliver([*((job, job.entry()) for job in informed if job not in leaving), *ended])
+        informed += [job for job in leaving if job.stepwise]
+        self._deliver((job, job.entry()) for job in informed)
         for job in (*finished, *leaving):
             job.gone.put(None)
 
@@ -388,7 +388,9 @@ class Worker:
                 job.note(index, [])
             else:
                 self._rows[request.row.id] = job, index
-                self.scheduler.add(request.row, None if request.text is None else request.stopped)
+                if request.text is not None:
+                    request.row.on_token = request.decode
+                self.scheduler.add(request.row)
 
     def _remove(self, job: Job) -> None:
         """Forget a job, and take its unfinished requests from the scheduler."""

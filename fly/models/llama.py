@@ -361,7 +361,7 @@ class Llama(nn.Module):
 
     def rotary(self) -> list[tuple[Tensor, Tensor]]:
         """Return tables ``(cos, sin)`` [P, 1, D] in the model's dtype, for each of ``config.ropes``. The first call
-        builds them. They are never saved."""
+        builds them, and the first after a change of dtype or device. They are never saved."""
         tables = self._rotary
         if not tables or tables[0][0].dtype != self.dtype or tables[0][0].device != self.device:
             tables = self._rotary = signed_tables(self.config, self.dtype, self.device)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import abc
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from fly.contents import Keyed
 from fly.ops import common_prefix
 from fly.policies.base import AcceptancePolicy
 from fly.types import Account, SamplingParams, Why
@@ -208,6 +207,7 @@ class Row:
     parent: Row | None = None  # has the same prompt, and prefills it for both
     error: Exception | None = None  # the error that ended it, if any
     matcher: Matcher | None = None  # for the form of its output; forks share it, since it follows their tokens
+    on_token: Callable[[int], bool] | None = None  # is told each emitted token, in order; True ends the row there
 
     @property
     def generated(self) -> int:
@@ -276,8 +276,10 @@ def most_drafted(k: int, left: int) -> int:
 
 
 def by_policy(rows: abc.Sequence[Row]) -> list[tuple[AcceptancePolicy, list[int]]]:
-    """Return each policy with its row numbers. Rows of policies that hold the same are decided together."""
-    groups: dict[Keyed[AcceptancePolicy], list[int]] = {}
+    """Return each policy with the numbers of its rows. Policies that hold the same are one object where requests are
+    made (``LLM``), so they are told apart as objects here."""
+    groups: dict[int, tuple[AcceptancePolicy, list[int]]] = {}
     for b, row in enumerate(rows):
-        groups.setdefault(row.policy.keyed, []).append(b)
-    return [(keyed.value, numbers) for keyed, numbers in groups.items()]
+        _, numbers = groups.setdefault(id(row.policy), (row.policy, []))
+        numbers.append(b)
+    return list(groups.values())

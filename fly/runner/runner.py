@@ -151,12 +151,10 @@ class Runner:
         """Verify: run one forward over each row's last token and its draft. Return a ``Target`` for the blocks, and the
         raw logits [B, J, V] that it was made from. Arguments and errors are those of ``feed``."""
         chains, trees = draft.chains, draft.trees
-        raw_BJV, choices = self.feed(rows, chains, trees, prefill, on_prompt)
+        _, longest = draft.shape
+        raw_BJV, choices = self.feed(rows, chains, trees, prefill, on_prompt, longest)
         if choices is not None and any(min(row) < 0 for row in choices):
             choices = None  # there is a NaN; ``verify`` finds out whether the decision depends on it
-        missing = draft.shape[1] + 1 - raw_BJV.shape[1]  # a draft may be padded beyond its longest row
-        if missing:
-            raw_BJV, choices = torch.cat([raw_BJV, raw_BJV[:, -1:].expand(-1, missing, -1)], dim=1), None
         logits_BJV = constrain(raw_BJV, rows, chains, trees, self.executor.numbers)
         return self.view(rows, logits_BJV, choices if logits_BJV is raw_BJV else None), raw_BJV
 
@@ -225,6 +223,7 @@ class Runner:
         parents: abc.Sequence[list[int]] | None = None,
         prefill: abc.Sequence[tuple[Row, int]] = (),
         on_prompt: OnPrompt | None = None,
+        longest: int | None = None,
     ) -> tuple[Tensor, list[list[int]] | None]:
         """Run one forward over the uncached tokens of every row and its draft after them.
 
@@ -235,14 +234,16 @@ class Runner:
             prefill: further rows, each with the number of its tokens up to which the same forward caches them.
             on_prompt: called for every row that wants its prompt scored, with the numbers of the tokens
                 (``Row.scored``) and their logits.
+            longest: K, if drafts are padded beyond the longest.
 
-        Returns logits [B, J, V] with J = 1 + the longest draft. Position 0 follows the row's last token, position j
-        follows the j-th drafted one. Rows with shorter drafts repeat their last position. Also returns the most likely
-        token at each position, or None if the backend did not find it.
+        Returns logits [B, J, V] with J = K + 1. Position 0 follows the row's last token, position j follows the j-th
+        drafted one. Rows with shorter drafts repeat their last position. Also returns the most likely token at each
+        position, or None if the backend did not find it.
 
         Raises:
             OutOfBlocks: the cache cannot hold the tokens of all rows; nothing was changed.
         """
+        longest = max(map(len, drafts), default=0) if longest is None else longest
         # Pack each row's uncached tokens and its draft, and after all rows the chunks of prompts.
         fed = [*rows, *(row for row, _ in prefill)]
         ends = [len(row.tokens) + len(draft) for row, draft in zip(rows, drafts)] + [end for _, end in prefill]
@@ -256,7 +257,7 @@ class Runner:
         prompts = []
         if on_prompt is not None:
             prompts = [row.scored(start, count) for row, start, count in zip(fed, kv.starts, kv.counts)]
-        places = _places(kv, drafts, prompts)
+        places = _places(kv, drafts, longest, prompts)
         scores = self.executor.score(batch, places, *([self._states] if self._states else []))
         for row, added in zip(fed, new):
             self._cached[row.id].extend(added)
@@ -266,7 +267,7 @@ class Runner:
         if scores.states_TF is not None:
             self._keep_states(fed, kv.starts, kv.counts, scores.states_TF)
         # The rounds' logits come first, [B, J, V]; then the scored prompts'.
-        per_row = 1 + max(map(len, drafts), default=0)
+        per_row = longest + 1
         logits_NV = scores.logits_NV
         argmax = scores.argmax
         end = len(rows) * per_row
@@ -483,11 +484,12 @@ def _arrange_trees(batch: Batch, rows: abc.Sequence[Row], parents: abc.Sequence[
     kv.masks = masks
 
 
-def _places(kv: PagedBatch, drafts: abc.Sequence[list[int]], prompts: abc.Sequence[range]) -> list[int] | None:
+def _places(
+    kv: PagedBatch, drafts: abc.Sequence[list[int]], longest: int, prompts: abc.Sequence[range]
+) -> list[int] | None:
     """Return the numbers of the packed tokens after which logits are wanted. First come each row's last token and its
-    drafted ones; a row with a shorter draft repeats its last. Then comes the token before each token of ``prompts``.
-    None means every packed token in order."""
-    longest = max(map(len, drafts), default=0)
+    drafted ones; a row with fewer than ``longest`` repeats its last. Then comes the token before each token of
+    ``prompts``. None means every packed token in order."""
     even = all(len(draft) == longest == count - 1 for draft, count in zip(drafts, kv.counts))
     if even and len(drafts) == len(kv.counts) and not any(prompts):
         return None
