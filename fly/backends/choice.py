@@ -142,7 +142,7 @@ def _on_torch(model: Model | Loading) -> Executor:
         model = model.load_all()
     if model.device.type == "cuda" and isinstance(model, Llama):
         return cuda.CudaExecutor(model)
-    return cpu.TorchOnHost(model) if model.device.type == "cpu" and available() != [TORCH] else TorchExecutor(model)
+    return TorchExecutor(model)
 
 
 def part_executor(

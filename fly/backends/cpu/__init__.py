@@ -6,7 +6,7 @@ from fly.late import find_late
 
 if TYPE_CHECKING:
     from fly.backends.cpu.dflash import CpuDFlashHead
-    from fly.backends.cpu.executor import CpuExecutor, TorchOnHost
+    from fly.backends.cpu.executor import CpuExecutor
     from fly.backends.cpu.head import CpuHead, CpuPEagleHead, head_refusal
     from fly.backends.cpu.library import available, chosen, why_not
     from fly.backends.cpu.packed import PackedLlama, computes_as_stored, int8_weights, refusal
@@ -19,7 +19,6 @@ __all__ = [
     "CpuHead",
     "CpuPEagleHead",
     "PackedLlama",
-    "TorchOnHost",
     "available",
     "chosen",
     "computes_as_stored",

@@ -20,14 +20,13 @@ from fly.backends.cpu.host import HostDecisions
 from fly.backends.cpu.library import CLookup
 from fly.backends.cpu.packed import PackedLlama, keep_threads
 from fly.backends.cpu.rounds import take_rounds
-from fly.backends.torch import TorchExecutor
 from fly.ops import spread
 from fly.runner.constraints import constrains
 from fly.runner.executor import Batch, Drafted, DraftSpec, Executor, Lookup, RoundPlan, Rounds, Scores, asks_between
 from fly.runner.request import Row
 from fly.runner.sampling import BatchSampling
 
-__all__ = ["CpuExecutor", "TorchOnHost"]
+__all__ = ["CpuExecutor"]
 
 _LARGEST = 2**31 - 1
 
@@ -124,7 +123,3 @@ class CpuExecutor(HostDecisions):
             made = CLookup(*(min(value, _LARGEST) for value in (lookup.longest, lookup.shortest, lookup.k)))
             self._lookups[lookup] = made
         return made
-
-
-class TorchOnHost(HostDecisions, TorchExecutor):
-    """PyTorch's forwards on the CPU, with decisions by compiled code."""
