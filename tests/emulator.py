@@ -19,7 +19,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -29,12 +30,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map
 
 import fly
 from tests import emulated_flash
 
-__all__ = ["Gpu", "emulated", "exchanged"]
+__all__ = ["Gpu", "emulated", "exchanged", "only_looks"]
 
 _COMPILE, _MOVE = torch.compile, torch.nn.Module.to
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -155,6 +155,27 @@ def results(made: Any) -> list[Tensor]:
     return [x for x in leaves_of(made) if isinstance(x, Tensor)]
 
 
+class Facts(NamedTuple):
+    """What torch says of one of its operations. (Asking it takes as long as a small operation.)"""
+
+    name: str
+    looks: bool  # whether it only looks at memory in another way
+    writes: list[tuple[int, str]]  # the arguments that it writes to
+    unsafe: torch.Tag | None  # why no graph can hold it
+
+
+@cache
+def facts_of(func: Any) -> Facts:
+    schema = func._schema
+    looks = any(result.alias_info and not result.alias_info.is_write for result in schema.returns)
+    writes = [
+        (number, argument.name)
+        for number, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return Facts(schema.name.split("::")[1], looks, writes, next((tag for tag in UNSAFE if tag in func.tags), None))
+
+
 class Gpu(TorchDispatchMode):
     """The device. ``waits`` are lines of the project where the host waited while the device had nothing to do,
     ``launches`` by operation; ``glances`` are how often the host waited while it had."""
@@ -211,9 +232,9 @@ class Gpu(TorchDispatchMode):
         to_gpu = bool(given)
         if not here and not to_gpu:
             return func(*args, **kwargs)
-        if len(there := {x.device for x in here}) > 1 and func._schema.name not in ("aten::copy_", "aten::_to_copy"):
+        name = facts_of(func).name
+        if len(there := {x.device for x in here}) > 1 and name not in ("copy_", "_to_copy"):
             raise RuntimeError(f"{func} mixes {sorted(map(str, there))}")
-        name = func._schema.name.split("::")[1]
         if name == "_varlen_attn":
             return self.attend(func, args, kwargs)
         if name in MADE_OF_OTHERS:
@@ -256,17 +277,18 @@ class Gpu(TorchDispatchMode):
 
     def launch(self, func: Any, name: str, args: Any, kwargs: Any, to_gpu: bool, device: torch.device) -> Any:
         """Compute on the values; while capturing, also note how."""
-        looks = name in FREE or self.looks(func)
+        step = func if isinstance(func, _Step) else None
+        looks = name in FREE or only_looks(func)
         if self.capturing is not None and not looks:
             self.check(device, f"{name}, which is to be captured, is an operation")
-            found = [tag for tag in UNSAFE if tag in getattr(func, "tags", ())]
-            if found and not name.removeprefix("_unsafe_").startswith("index"):  # a mask as an index waits, see above
-                raise RuntimeError(f"no graph can hold {name}: {found[0]}")
+            unsafe = None if step is not None else facts_of(func).unsafe
+            if unsafe and not name.removeprefix("_unsafe_").startswith("index"):  # a mask as an index waits, see above
+                raise RuntimeError(f"no graph can hold {name}: {unsafe}")
         elif self.stream is not None and not looks:
             raise RuntimeError(f"{name} is launched on the stream of a capture that is over")
         self.last = self.last if looks else device
         values = mapped(value_of, args), mapped(value_of, {k: v for k, v in kwargs.items() if k != "pin_memory"})
-        written = list(func.written) if isinstance(func, _Step) else self.written(func, args, kwargs)
+        written = self.written(func, args, kwargs) if step is None else list(step.written)
         if self.capturing is not None:
             for x in written:
                 storage = x.value.untyped_storage()
@@ -280,23 +302,15 @@ class Gpu(TorchDispatchMode):
             self.launches[name] += 1
         if len(written) == 1 and isinstance(made, Tensor):
             return written[0]
-        return tree_map(lambda x: OnGpu(x, device) if isinstance(x, Tensor) else x, made) if to_gpu else made
-
-    @staticmethod
-    def looks(func: Any) -> bool:
-        """Whether an operation only looks at memory in another way."""
-        if isinstance(func, _Step):
-            return func.looks
-        return any(result.alias_info and not result.alias_info.is_write for result in func._schema.returns)
+        return mapped(lambda x: OnGpu(x, device) if isinstance(x, Tensor) else x, made) if to_gpu else made
 
     def written(self, func: Any, args: Any, kwargs: Any) -> list[OnGpu]:
         """Arguments that an operation writes to."""
-        found = []
-        for number, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = kwargs.get(argument.name, args[number] if number < len(args) else None)
-                found += [x for x in leaves_of(given) if isinstance(x, OnGpu)]
-        return found
+        written = []
+        for number, name in facts_of(func).writes:
+            given = kwargs.get(name, args[number] if number < len(args) else None)
+            written += [x for x in leaves_of(given) if isinstance(x, OnGpu)]
+        return written
 
     def cross(self, func: Any, name: str, args: Any, kwargs: Any, source: Tensor, up: bool) -> Any:
         """A copy between host and device."""
@@ -387,6 +401,11 @@ class _Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.run(*args, **kwargs)
+
+
+def only_looks(func: Any) -> bool:
+    """Whether an operation only looks at memory in another way."""
+    return func.looks if isinstance(func, _Step) else facts_of(func).looks
 
 
 class Python(TorchFunctionMode):

@@ -20,7 +20,7 @@ from fly.drafts import SingleDraft
 from fly.engine import Engine
 from fly.policies import parse_policy
 from fly.runner.runner import Runner
-from tests.emulator import FREE, Address, Gpu
+from tests.emulator import FREE, Address, Gpu, only_looks
 from tests.test_cuda import SIZES, VOCAB, decode, device, on_cpu, row_of, told
 from tests.test_cuda import there as on_device
 from tests.test_cuda_first import engine_on
@@ -32,7 +32,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 def count_kernels(gpu: Gpu) -> Counter[str]:
     """Kernels of all captured graphs, by operator. What only looks at memory in another way is none; attention by
     splits is two."""
-    names = [name_of(func) for graph in gpu.alive for func, *_ in graph.steps if not gpu.looks(func)]
+    names = [name_of(func) for graph in gpu.alive for func, *_ in graph.steps if not only_looks(func)]
     found = Counter(name for name in names if name not in FREE)
     found["attend_pages"] *= 2
     return +found
@@ -83,7 +83,7 @@ def count_round(temperature: float, top_p: float, vocabulary: int, way: str = "p
             )
             decode(engine, [row])
             for graph in gpu.alive:
-                steps = [step for step in graph.steps if not gpu.looks(step[0]) and name_of(step[0]) not in FREE]
+                steps = [step for step in graph.steps if not only_looks(step[0]) and name_of(step[0]) not in FREE]
                 names = Counter(name_of(func) for func, *_ in steps)
                 part = "draft" if names["linear"] > 20 else "target" if names["linear"] else "decision"
                 moved = sum(bytes_of(step) for step in steps if name_of(step[0]) not in WEIGHTS)
