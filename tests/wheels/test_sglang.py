@@ -217,6 +217,23 @@ def test_trap_n_grams_have_chains_that_end_early() -> None:
     assert ngram_info.NgramVerifyInput.max_tree_depth is not None
 
 
+def test_trap_no_rule_excuses_what_a_bias_or_a_grammar_forbids() -> None:
+    """SGLang writes penalties, biases and grammars into the logits, which the rules read after it."""
+    verify_input, logits = chains(3, 3)
+    requests = [request(f"r{b}", "exact | margin(99)", 0.7) for b in range(3)]
+    batch = batch_of(requests)
+    drafted = verify_input.draft_token.view(3, SLOTS)[:, 1]
+    for name, row in (("acc_additive_penalties", 0), ("logit_bias", 1)):
+        added = torch.zeros(3, SIZE)
+        added[row, drafted[row]] = -torch.inf
+        setattr(batch.sampling_info, name, added)
+    mask = SimpleNamespace(apply=lambda logits: logits[2 * SLOTS].index_fill_(0, drafted[2], -torch.inf))
+    output = SimpleNamespace(next_token_logits=logits.clone())
+    emitted, counts, _ = eagle_utils.eagle_sample(verify_input, batch, output, mask)
+    assert counts.tolist() == [1, 1, 1]
+    assert not (emitted.view(3, SLOTS)[:, 0] == drafted).any()
+
+
 def test_trap_a_rule_that_raises_leaves_sglangs_decision() -> None:
     plain, _, _ = sample([request("a", None, 0.7)], 1)
     one = request("a", "exact", 0.7)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fly.extras.engines.blocks import Blocks, Decided, Row, decide_rows, write_tokens
 from fly.extras.engines.sglang.requests import TRIED, Served, check_request, read_row
@@ -145,8 +146,9 @@ def sample_chains(
         index_B = upload(numbers, logits.device)
         counts_B = decided.counts_B.to(counts_R.dtype)
         slots_BJ = (index_B.unsqueeze(1) * slots + places_J).where(places_J < counts_B.unsqueeze(1), -1)
-        tokens_BJ = decided.tokens_BJ.clamp_min(0)  # SGLang also reads what follows, and drops it
-        write_tokens(emitted.view(-1, slots), index_B, decided._replace(tokens_BJ=tokens_BJ))
+        # SGLang also reads what follows the tokens, and drops it.
+        tokens_BD = pad(decided.tokens_BJ.clamp_min(0), (0, slots - places))
+        write_tokens(emitted.view(-1, slots), index_B, decided._replace(tokens_BJ=tokens_BD))
         write_tokens(index_RJ, index_B, decided._replace(tokens_BJ=slots_BJ))
         counts_R[index_B] = torch.where(counts_B > 0, counts_B, counts_R[index_B])
 
