@@ -4,7 +4,7 @@ on SGLang's own code."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,15 @@ from tests.on_device import put, read_all_places
 SIZE, SLOTS = 8, 4
 RULES = ["exact", "exact | regret(2.3, 2)", "fly(window=1, hold=1)", "block", "exact | margin(3) & at_most(1)"]
 UNTOUCHED = 5
+SERVED = Served("0.5.23", "EAGLE", 1, True, "cuda")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def served() -> Iterator[None]:
+    """SGLang's own configuration, which the plug-in reads in its processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugin, "_find_served", lambda: SERVED)
+        yield
 
 
 def sampling(rule: Any, temperature: float = 1.0, **others: Any) -> SimpleNamespace:
@@ -278,9 +287,6 @@ def test_dflash_keeps_the_logits_for_rules_alone() -> None:
     assert plugin.accept_block(lambda self, **_: result, Worker(), next_token_logits=None, candidates=None) is result
 
 
-SERVED = Served("0.5.23", "EAGLE", 1, True, "cuda")
-
-
 @pytest.mark.parametrize(
     ("params", "served", "said"),
     [
@@ -309,13 +315,31 @@ def test_what_can_be_decided_is_not_refused(algorithm: str) -> None:
     check_request(sampling("exact", 0.0), SIZE, served._replace(device="cpu"))
 
 
-def test_a_wrong_request_is_refused_before_sglang_looks_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "_find_served", lambda: SERVED)
+def test_a_wrong_request_is_refused_before_sglang_looks_at_it() -> None:
     seen: list[int] = []
     plugin.check(lambda self, size: seen.append(size), sampling("exact"), SIZE)
     with pytest.raises(ValueError, match="exat"):
         plugin.check(lambda self, size: seen.append(size), sampling("exat"), SIZE)
     assert seen == [SIZE]
+
+
+@pytest.mark.parametrize("rule", ["exat", 3, "exact | margin(1) & above(2)"])
+def test_a_wrong_request_that_nobody_checked_ends_alone(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang loads no plug-ins in the processes of ``--tokenizer-worker-num 2``: the scheduler's ends the request, and
+    goes on with the others."""
+    reasons = SimpleNamespace(FINISH_ABORT=lambda *reason: reason)
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.schedule_batch", reasons)
+    wrong, right = request("a", rule), request("b", "exact")
+    assert [*plugin._find_rows(batch_of([wrong, right]), SIZE)] == [1]
+    message, status, _ = wrong.to_finish
+    assert "fly: " in message and status == 400 and not hasattr(right, "to_finish")
+
+
+@pytest.mark.parametrize("given", [None, {}, {"thinking_budget": 3}, [1], "fly"])
+def test_parameters_of_others_name_no_rule(given: Any) -> None:
+    one = request("a", None, custom_params=given)
+    assert plugin._find_rows(batch_of([one]), SIZE) == {}
+    assert plugin.check(lambda self, size: "own", one.sampling_params, SIZE) == "own"
 
 
 def test_tried_versions_are_those_of_the_documentation() -> None:

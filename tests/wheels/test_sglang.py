@@ -35,6 +35,7 @@ from fly.runner.sampling import BatchSampling
 SIZE, SLOTS = 11, 4
 ORIGINAL = eagle_utils.eagle_sample, DFlashWorkerV2._accept_block
 RULES = ["exact", "block", "fly(window=1, hold=1)", "exact | regret(4, 1)", "exact | margin(4) & at_most(1)"]
+SERVED = Served("0.5.23", "EAGLE", 1, True, "cuda")
 group = SimpleNamespace(world_size=1)
 
 
@@ -57,6 +58,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         speculative_accept_threshold_single=1.0,
         speculative_accept_threshold_acc=1.0,
     )
+    monkeypatch.setattr(plugin, "_find_served", lambda: SERVED)
     monkeypatch.setattr(eagle_utils, "get_spec", lambda: drafts)
     monkeypatch.setattr(eagle_utils, "_is_cpu", False)  # on CPUs it would verify greedily
     monkeypatch.setattr(context, "get_parallel", lambda: SimpleNamespace(tp_group=group))
@@ -344,13 +346,28 @@ def test_trap_dflash_gathers_all_logits_for_a_rule() -> None:
 # Requests.
 
 
-def test_a_wrong_rule_is_refused_by_sglangs_own_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    served = Served("0.5.23", "EAGLE", 1, True, "cuda")
-    monkeypatch.setattr(plugin, "_find_served", lambda: served)
+def test_a_wrong_rule_is_refused_by_sglangs_own_check() -> None:
     request("a", "exact", 0.7).sampling_params.verify(SIZE)
     for rule in ("exat", "exact | margin(1) & above(3)"):  # the second reads the text, which lags under overlap
         with pytest.raises(ValueError, match="fly"):
             request("a", rule, 0.7).sampling_params.verify(SIZE)
+
+
+def test_trap_several_tokenizers_load_no_plug_ins() -> None:
+    """So the scheduler gets requests that nobody checked: it ends the wrong one, by what it ends requests with."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    plain = [request("a", None, 0.7), request("b", None, 0.7)]
+    wrong = [request("a", "exat", 0.7), plain[1]]
+    assert sample(wrong, 1)[0] == sample(plain, 1)[0]
+    assert isinstance(wrong[0].to_finish, FINISH_ABORT) and wrong[0].to_finish.status_code == 400
+
+
+def test_trap_a_rule_comes_as_custom_params_of_the_openai_interface() -> None:
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+
+    asked = ChatCompletionRequest(model="m", messages=[], custom_params={"fly": "exact"})
+    assert asked.to_sampling_params([], {})["custom_params"] == {"fly": "exact"}
 
 
 def test_what_sglang_was_started_with_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
