@@ -207,6 +207,30 @@ def test_trap_ranks_get_the_first_ones_decision(monkeypatch: pytest.MonkeyPatch)
     assert copied[-3:] == [((SLOTS,), 0), ((1,), 0), ((1, SLOTS), 0)]
 
 
+def test_trap_drafts_are_one_hot_without_rejection_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's workers give no distribution of the draft then, and its verification takes none. (Its kernel for that,
+    whose decision the rules replace, needs CUDA.)"""
+    eagle_utils.get_spec().speculative_use_rejection_sampling = False
+    monkeypatch.setattr(eagle_utils, "tree_speculative_sampling_target_only", lambda **_: None, raising=False)
+    verify_input, logits = chains(3, 4)
+    verify_input.draft_probs = None
+    requests = [request(f"r{b}", rule, 0.7) for b, rule in enumerate(RULES[:3])]
+    output = SimpleNamespace(next_token_logits=logits.clone())
+    emitted, counts, index = eagle_utils.eagle_sample(verify_input, batch_of(requests), output)
+    tokens = emitted[index.long()]
+    for b, one in enumerate(requests):
+        row = read_row(one.sampling_params, SIZE, one.rid, one.eos_token_ids)
+        assert row is not None
+        blocks = Blocks(
+            logits.view(3, SLOTS, SIZE)[b : b + 1],
+            verify_input.draft_token.view(3, SLOTS)[b : b + 1, 1:],
+            torch.tensor([SLOTS - 1]),
+            torch.tensor([b + 4]),
+        )
+        decided = decide([row], blocks)
+        assert tokens[b, : int(counts[b])].tolist() == decided.tokens_BJ[0, : int(decided.counts_B[0])].tolist()
+
+
 def test_trap_n_grams_have_chains_that_end_early() -> None:
     """A chain ends where SGLang's tree does, whatever stands in the slots after it."""
     verify_input, logits = chains(1, 3)
