@@ -388,6 +388,19 @@ def test_a_bad_rule_is_an_error_of_the_request(given: Any, said: str) -> None:
         read_rule(given, SIZE)
 
 
+@pytest.mark.parametrize("error", [KeyError("colour"), ZeroDivisionError("by zero"), RuntimeError(), MemoryError()])
+def test_whatever_a_rule_raises_as_it_is_read_is_an_error_of_the_request(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fussy(Named):
+        def bind(self, vocabulary: Any) -> Any:
+            raise error
+
+    monkeypatch.setattr(blocks, "load_policy", lambda text: Exact() | Fussy())
+    with pytest.raises(ValueError, match=f"fly: {type(error).__name__}: "):
+        read_rule("fussy", SIZE)
+
+
 def test_a_request_names_its_rule_in_two_forms() -> None:
     assert read_rule(None, SIZE) is None
     text = "exact | regret(2.3, 4)"

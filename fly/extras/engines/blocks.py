@@ -66,8 +66,10 @@ def read_rule(given: Any, size: int) -> AcceptancePolicy | None:
         raise ValueError(f"fly: the policy must be a text of at most {_LONGEST} characters, as in 'exact | regret(2)'")
     try:
         return _load_rule(given, size)
-    except (ValueError, TypeError, RecursionError, MemoryError, OverflowError) as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"fly: {error}") from None
+    except Exception as error:  # a user's rule may raise anything, and must not end the engine
+        raise ValueError(f"fly: {type(error).__name__}: {error}") from error
 
 
 @functools.lru_cache(1000)  # requests bring few texts, and finding out what a rule reads takes longer than a decision
