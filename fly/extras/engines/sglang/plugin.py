@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fly.extras.engines.blocks import Blocks, Decided, Row, decide_rows, write_tokens
-from fly.extras.engines.sglang.requests import TRIED, Served, check_request, find_text, read_row
+from fly.extras.engines.sglang.requests import TRIED, Served, check_request, find_rule, read_row
 from fly.ops import upload
 
 __all__ = ["accept_block", "keep_batch", "keep_logits", "register", "sample_chains"]
@@ -50,7 +50,7 @@ def register() -> None:
 
 def check(original: Callable[..., Any], self: Any, vocab_size: int, *args: Any, **kwargs: Any) -> Any:
     """Around ``SamplingParams.verify``: refuse a request with an error of its own (400 over HTTP)."""
-    if find_text(self) is not None:
+    if find_rule(self) is not None:
         check_request(self, vocab_size, _find_served())
     return original(self, vocab_size, *args, **kwargs)
 
@@ -94,7 +94,7 @@ def _admit(request: Any, size: int) -> Row | None:
     ``check`` has refused it before, unless SGLang reads requests in several processes (``--tokenizer-worker-num``),
     which load no plug-ins.
     """
-    if find_text(request.sampling_params) is None:
+    if find_rule(request.sampling_params) is None:
         return None
     try:
         check_request(request.sampling_params, size, _find_served())
@@ -187,7 +187,7 @@ def keep_batch(original: Callable[..., Any], self: Any, batch: Any, *args: Any, 
 
 def keep_logits(original: Callable[..., bool], self: Any, batch: Any, *args: Any, **kwargs: Any) -> bool:
     """Around ``DFlashWorkerV2._can_skip_verify_logits``: a rule needs the logits, not the argmax alone."""
-    has_rule = any(find_text(request.sampling_params) is not None for request in batch.reqs)
+    has_rule = any(find_rule(request.sampling_params) is not None for request in batch.reqs)
     return not has_rule and original(self, batch, *args, **kwargs)
 
 
