@@ -11,23 +11,24 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from fly.extras.engines import blocks
 from fly.extras.engines.blocks import Blocks, Row, decide, decide_rows, name_seed, read_rule
 from fly.ops import Stream, uniforms
-from fly.policies import Condition, parse_policy
+from fly.policies import AcceptancePolicy, Condition, Exact, parse_policy
 from fly.policies.conditions import Block
 from fly.policies.verification import add_costs
 from fly.policies.verification import decide as decide_on_host
-from fly.types import UNDECIDED, Draft, Noise, SamplingParams, Target
+from fly.types import UNDECIDED, Draft, Noise, SamplingParams, Target, Verdict
+from tests.on_device import put, read_all_places
 
 SIZE = 8
 STOPS = (2, 5)
 GREEDY = SamplingParams(temperature=0)
+EXACT = parse_policy("exact")
 RULES = [
     "exact",
     "exact | regret(2.3, 4)",
@@ -138,6 +139,7 @@ some_rows = st.lists(st.tuples(st.integers(0, 5), st.sampled_from(TEMPERATURES))
 
 
 @given(some_rows, st.sampled_from(RULES), st.integers(0, 10**6), st.booleans(), st.booleans())
+@example([(0, 0.7)], RULES[9], 0, False, False)
 def test_rows_together_decide_as_each_alone(
     some: list[tuple[int, float]], rule: str, seed: int, drawn: bool, placeholders: bool
 ) -> None:
@@ -187,68 +189,29 @@ def test_a_row_decides_alike_in_any_batch(some: list[tuple[int, float]], rule: s
         assert torch.equal(alone.tokens_BJ[0], together.tokens_BJ[b])
 
 
-class OnDevice(Tensor):
-    """A tensor as a GPU has it: to look at its value, or to copy it, the host would wait.
-
-    A function of ``fly.ops`` is one step here: on accelerators it takes another way, without a wait.
-    """
-
-    LOOKS: ClassVar[set[Any]] = {
-        getattr(Tensor, name)
-        for name in ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")
-    } | {torch.nonzero, torch.equal, torch.masked_select, Tensor.masked_select}
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in cls.LOOKS:
-            raise AssertionError(f"the host waits for the device: {func.__name__}")
-        indexing = func in (Tensor.__getitem__, Tensor.__setitem__)
-        if indexing and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in _indices(args[1])):
-            raise AssertionError("the host waits for the device: a mask as an index")
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        return tree_map(lambda x: x.as_subclass(cls) if isinstance(x, Tensor) else x, result)
-
-
-def _indices(index: Any) -> tuple[Any, ...]:
-    return index if isinstance(index, tuple) else (index,)
-
-
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("rule", [rule for rule in RULES if "above" not in rule and "phase" not in rule])
 def test_the_host_waits_for_nothing(rule: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No rule but those that read the text makes the host look at a tensor. (Mismatches are listed on CPUs alone: an
-    accelerator reads all places.)"""
-
-    def everywhere(block: Block) -> tuple[Tensor, Tensor]:
-        count, longest = block.agree_BK.shape
-        return torch.arange(count).repeat_interleave(longest), torch.arange(longest).repeat(count)
-
-    monkeypatch.setattr(Block, "_read", property(everywhere))
+    """No rule but those that read the text makes the host look at a tensor."""
+    read_all_places(monkeypatch)
     rows, _, found = make_batch(3, rule, [temperature, 0.0], [4, 2], True, True)
     assert "history" not in rows[0].past
     expected = decide(rows, found)
-    on_device = Blocks(
-        *(
-            value.as_subclass(OnDevice) if isinstance(value, Tensor) else value
-            for value in (found.logits_BJV, found.tokens_BK, found.lengths_B, found.positions_B, found.draft_BKV)
-        ),
-        generated_B=None if found.generated_B is None else found.generated_B.as_subclass(OnDevice),
-    )
+    on_device = Blocks(**{name: put(value) for name, value in vars(found).items() if isinstance(value, Tensor)})
     output, before = torch.full((2, 6), 77), torch.full((2, 6), 77)
     decide_rows(
         dict(enumerate(rows)),
         5,
         SIZE,
         lambda numbers: on_device,
-        lambda numbers, decided: blocks.write_tokens(output.as_subclass(OnDevice), torch.tensor(numbers), decided),
+        lambda numbers, decided: blocks.write_tokens(put(output), torch.tensor(numbers), decided),
     )
     blocks.write_tokens(before, torch.arange(2), expected)
     assert torch.equal(output, before)
 
 
 def test_the_tensor_that_refuses_a_look_refuses_it() -> None:
-    tensor = torch.ones(1).as_subclass(OnDevice)
+    tensor = put(torch.ones(1))
     for look in (lambda: tensor.item(), lambda: tensor.tolist(), lambda: bool(tensor), lambda: tensor[tensor > 0]):
         with pytest.raises(AssertionError, match="waits"):
             look()
@@ -315,6 +278,62 @@ def test_rows_of_several_rules_each_decide_by_their_own(monkeypatch: pytest.Monk
 
 
 @dataclass(frozen=True)
+class Named(Condition):
+    """A condition whose parameters do not show in its text."""
+
+    name: ClassVar[str] = "named"
+    excuses: bool = False
+
+    def evaluate(self, block: Block) -> Tensor:
+        return torch.full_like(block.agree_BK, self.excuses)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def test_rules_that_print_alike_are_decided_each_by_its_own() -> None:
+    """As on the engine of this package, rules are told apart by what they hold, not by their text."""
+    logits_JV = torch.zeros(2, SIZE)
+    logits_JV[0, 0], logits_JV[1, 5] = 1.0, 1.0
+    rows = {b: Row(Exact() | Named(excuses), SIZE, GREEDY) for b, excuses in enumerate((True, False))}
+    assert str(rows[0].rule) == str(rows[1].rule)
+    emitted = {}
+
+    def read(numbers: list[int]) -> Blocks:
+        one = block_of([3], logits_JV)
+        return Blocks(*(tensor.expand(len(numbers), *tensor.shape[1:]) for tensor in list(vars(one).values())[:4]))
+
+    decide_rows(rows, 2, SIZE, read, lambda numbers, decided: emitted.update(zip(numbers, decided.tokens_BJ.tolist())))
+    assert emitted == {0: [3, 5], 1: [0, -1]}
+
+
+@dataclass(frozen=True)
+class Unlikely(AcceptancePolicy):
+    """Judges whole blocks, and names a token that does not exist, or keeps more tokens than were drafted."""
+
+    name: ClassVar[str] = "unlikely"
+    accepted: int = 0
+    following: int = 0
+
+    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+        return torch.ones(draft.shape)
+
+    def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
+        rows, longest = draft.shape
+        accepted_B, next_token_B = torch.full((rows,), self.accepted), torch.full((rows,), self.following)
+        none_BK = torch.zeros(rows, longest, dtype=torch.int8)
+        return Verdict(accepted_B, next_token_B, none_BK, none_BK.bool())
+
+
+@pytest.mark.parametrize(
+    ("accepted", "following", "count"), [(1, 3, 2), (0, SIZE, 0), (0, -5, 0), (2, 3, 0), (-1, 3, 0)]
+)
+def test_a_verdict_that_cannot_be_true_leaves_the_engines_decision(accepted: int, following: int, count: int) -> None:
+    decided = decide([Row(Unlikely(accepted, following), SIZE, GREEDY)], block_of([4], torch.zeros(2, SIZE)))
+    assert decided.counts_B.tolist() == [count]
+
+
+@dataclass(frozen=True)
 class Broken(Condition):
     name: ClassVar[str] = "broken"
 
@@ -369,16 +388,31 @@ def test_a_bad_rule_is_an_error_of_the_request(given: Any, said: str) -> None:
         read_rule(given, SIZE)
 
 
+@pytest.mark.parametrize("error", [KeyError("colour"), ZeroDivisionError("by zero"), RuntimeError(), MemoryError()])
+def test_whatever_a_rule_raises_as_it_is_read_is_an_error_of_the_request(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fussy(Named):
+        def bind(self, vocabulary: Any) -> Any:
+            raise error
+
+    monkeypatch.setattr(blocks, "load_policy", lambda text: Exact() | Fussy())
+    with pytest.raises(ValueError, match=f"fly: {type(error).__name__}: "):
+        read_rule("fussy", SIZE)
+
+
 def test_a_request_names_its_rule_in_two_forms() -> None:
     assert read_rule(None, SIZE) is None
     text = "exact | regret(2.3, 4)"
-    assert str(read_rule(text, SIZE)) == str(read_rule({"policy": text}, SIZE)) == str(parse_policy(text))
+    assert str(read_rule(text, SIZE)) == str(parse_policy(text))
+    # The same text is the same rule, also if it holds what equals nothing else: rows of one rule are decided together.
+    assert read_rule(text, SIZE) is read_rule({"policy": text}, SIZE)
 
 
 @given(st.integers(-(2**63), 2**64 - 1), st.text(max_size=40))
 def test_seeds_are_64_bits(seed: int, name: str) -> None:
     """Of a request that gives one, and of one that gives none."""
-    row = Row(parse_policy("exact"), SIZE, GREEDY, seed)
+    row = Row(EXACT, SIZE, GREEDY, seed)
     assert -(2**63) <= row.seed < 2**63 and (row.seed - seed) % 2**64 == 0
     assert -(2**63) <= name_seed(name) < 2**63 and name_seed(name) == name_seed(name) != name_seed(name + "x")
 

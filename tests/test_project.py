@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import textwrap
 import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,39 @@ def test_what_a_reader_needs_first_is_what_the_package_needs() -> None:
     said = {page: (ROOT / page).read_text("utf-8") for page in ("README.md", "docs/how-to/install.md")}
     assert all(f"Python {least} or newer" in text for text in said.values())
     assert f"tests run on {versions[0]} to {versions[-1]}" in said["docs/how-to/install.md"]
+
+
+def test_engines_find_the_plug_ins_by_their_entry_points() -> None:
+    """There is none of ``vllm.logits_processors``: at that older interface vLLM's second model runner raises."""
+    groups = PROJECT["project"]["entry-points"]
+    assert {*groups} == {"vllm.general_plugins", "sglang.srt.plugins"}
+    for group, entries in groups.items():
+        (plug_in,) = (EntryPoint(name, value, group).load() for name, value in entries.items())
+        assert plug_in.__name__ == "register" and plug_in.__module__.startswith("fly.extras.engines.")
+
+
+def test_a_plug_in_needs_nothing_that_its_engine_does_not_bring() -> None:
+    """It is installed by ``pip install --no-deps``. Both engines bring PyTorch, NumPy and pydantic."""
+    program = """
+        import sys
+
+        class Missing:
+            def find_spec(self, name, path=None, target=None):
+                if name in MISSING:
+                    raise ModuleNotFoundError(f"No module named {name!r}")
+
+        sys.meta_path.insert(0, Missing())
+        from fly.extras.engines.blocks import read_rule
+        from fly.extras.engines.sglang import plugin
+        from fly.extras.engines.vllm import first, plugin, second
+        read_rule("exact | regret(1.2, 4) & at_most(20) & after(2)", 100)
+        """
+    brought = {"torch", "numpy", "pydantic", "pydantic-core", "typing-extensions"}
+    needed = {re.split(r"[^\w-]", each)[0] for each in PROJECT["project"]["dependencies"]}
+    missing = {{"pyyaml": "yaml"}.get(name, name.replace("-", "_")) for name in needed - brought}
+    program = textwrap.dedent(program).replace("MISSING", repr(missing))
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_hooks_have_the_versions_of_the_constraints() -> None:

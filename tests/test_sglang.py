@@ -3,6 +3,8 @@ on SGLang's own code."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +20,20 @@ from fly.extras.engines.sglang import plugin
 from fly.extras.engines.sglang.requests import ALGORITHMS, TRIED, Served, check_request, read_row
 from fly.runner.sampling import BatchSampling
 from fly.types import SamplingParams
+from tests.on_device import put, read_all_places
 
 SIZE, SLOTS = 8, 4
 RULES = ["exact", "exact | regret(2.3, 2)", "fly(window=1, hold=1)", "block", "exact | margin(3) & at_most(1)"]
 UNTOUCHED = 5
+SERVED = Served("0.5.23", "EAGLE", 1, True, "cuda")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def served() -> Iterator[None]:
+    """SGLang's own configuration, which the plug-in reads in its processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugin, "_find_served", lambda: SERVED)
+        yield
 
 
 def sampling(rule: Any, temperature: float = 1.0, **others: Any) -> SimpleNamespace:
@@ -82,9 +94,11 @@ def agreed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ),
     st.integers(0, 10**6),
     st.booleans(),
+    st.integers(1, SLOTS),
 )
-def test_chains_are_decided_as_each_alone(some: list[Any], seed: int, drawn: bool) -> None:
-    """Chains of any length (n-grams may match fewer tokens), sampled and greedy rows, with and without rules."""
+def test_chains_are_decided_as_each_alone(some: list[Any], seed: int, drawn: bool, depth: int) -> None:
+    """Chains of any length (n-grams may match fewer tokens), sampled and greedy rows, with and without rules. ``depth``
+    is the most that SGLang emits of a row, which may be less than the slots of its draft."""
     generator = torch.Generator().manual_seed(seed)
     count = len(some)
     requests = [request(f"r{b}", rule, temperature, top_k=4 if b % 2 else 1 << 30) for b, (rule, temperature, _) in
@@ -107,7 +121,7 @@ def test_chains_are_decided_as_each_alone(some: list[Any], seed: int, drawn: boo
         return (
             torch.full((count * SLOTS,), UNTOUCHED, dtype=torch.int32),
             torch.full((count,), UNTOUCHED, dtype=torch.int32),
-            torch.full((count, SLOTS), UNTOUCHED, dtype=torch.int32),
+            torch.full((count, depth), UNTOUCHED, dtype=torch.int32),
         )
 
     with pytest.MonkeyPatch.context() as patch:
@@ -115,7 +129,8 @@ def test_chains_are_decided_as_each_alone(some: list[Any], seed: int, drawn: boo
         emitted, counts, index = plugin.sample_chains(
             original, verify_input, batch, SimpleNamespace(next_token_logits=logits)
         )
-    for b, (one, (_, _, length)) in enumerate(zip(requests, some)):
+    for b, (one, (_, _, drafted)) in enumerate(zip(requests, some)):
+        length = min(drafted, depth - 1)
         part = slice(b * SLOTS, b * SLOTS + length + 1)
         own = None if draft is None else draft[b, :length]
         expected = expect(one, b + 4, tokens[b, 1 : length + 1], logits[part], own)
@@ -124,7 +139,7 @@ def test_chains_are_decided_as_each_alone(some: list[Any], seed: int, drawn: boo
             assert {*row, int(counts[b]), *index[b].tolist()} == {UNTOUCHED}
             continue
         slots = list(range(b * SLOTS, b * SLOTS + len(expected)))
-        assert counts[b] == len(expected) and index[b].tolist() == slots + [-1] * (SLOTS - len(expected))
+        assert counts[b] == len(expected) and index[b].tolist() == slots + [-1] * (depth - len(expected))
         assert emitted[slots].tolist() == expected and min(row) >= 0  # SGLang reads what follows, and drops it
 
 
@@ -167,6 +182,12 @@ def test_a_row_has_the_requests_seed_and_stop_tokens() -> None:
     assert greedy is not None and greedy.params == SamplingParams(temperature=0) and greedy.control == (4,)
 
 
+def commit(candidates: Tensor, accepted: Tensor, bonus: Tensor) -> tuple[Tensor, Tensor]:
+    """What SGLang's ``_commit_accept`` returns: the tokens of each row, and how many."""
+    tokens = torch.cat([candidates[:, 1:], bonus[:, None]], 1)
+    return tokens.scatter(1, accepted.long()[:, None], bonus[:, None]), accepted + 1
+
+
 class Worker(SimpleNamespace):
     """What the plug-in reads of the worker that drafts by DFlash."""
 
@@ -196,15 +217,9 @@ def test_blocks_of_dflash_are_decided_as_each_alone(some: list[Any], seed: int, 
     def original(self: Any, **_: Any) -> Any:
         return own[0].clone(), own[0] + 1, own[1].clone(), tokens, torch.ones(count)
 
-    def commit(candidates: Tensor, accepted: Tensor, bonus: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.cat([candidates[:, 1:], bonus[:, None]], 1).scatter(1, accepted.long()[:, None], bonus[:, None]), (
-            accepted + 1
-        )
-
-    module = SimpleNamespace(_commit_accept=commit)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plugin, "_agree", lambda *tensors: None)
-        patch.setitem(__import__("sys").modules, "sglang.srt.speculative.dflash_worker_v2", module)
+        patch.setitem(sys.modules, "sglang.srt.speculative.dflash_worker_v2", SimpleNamespace(_commit_accept=commit))
         accepted, counts, bonus, emitted, _ = plugin.keep_batch(
             lambda self, batch: plugin.accept_block(original, self, next_token_logits=logits, candidates=tokens),
             worker,
@@ -221,15 +236,55 @@ def test_blocks_of_dflash_are_decided_as_each_alone(some: list[Any], seed: int, 
     assert worker.fly_batch is None
 
 
+@pytest.mark.parametrize("dflash", [False, True])
+def test_the_host_waits_for_nothing(dflash: bool, agreed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rules, greedy and drawn, with and without filters, on tensors that refuse to be looked at."""
+    read_all_places(monkeypatch)
+    commits = SimpleNamespace(_commit_accept=commit)
+    monkeypatch.setitem(sys.modules, "sglang.srt.speculative.dflash_worker_v2", commits)
+    count = 2 * len(RULES)
+    width = count * SLOTS
+
+    def decide_step(place: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        requests = [request(f"r{b}", RULES[b // 2], 0.7 * (b % 2), top_p=0.9) for b in range(count)]
+        batch = batch_of(requests)
+        batch.seq_lens = place(batch.seq_lens)
+        generator = torch.Generator().manual_seed(1)
+        tokens = place(torch.randint(0, SIZE, (count, SLOTS), generator=generator))
+        logits = place(2 * torch.randn(width, SIZE, generator=generator))
+        kept = [torch.full((n,), UNTOUCHED, dtype=torch.int32) for n in (width, count, width, count)]
+        emitted, counts, index, accepted = map(place, kept)
+        if dflash:
+            bonus = place(torch.full((count,), UNTOUCHED))
+            result = accepted, counts, bonus, tokens, None
+            plugin.keep_batch(
+                lambda self, batch: plugin.accept_block(
+                    lambda self, **_: result, self, next_token_logits=logits, candidates=tokens
+                ),
+                Worker(),
+                batch,
+            )
+            return [accepted.as_subclass(Tensor), bonus.as_subclass(Tensor)]
+        verify_input = SimpleNamespace(
+            draft_token=tokens.flatten(),
+            draft_token_num=SLOTS,
+            retrieve_next_token=place(torch.arange(1, SLOTS + 1).repeat(count, 1)),
+            draft_probs=place(torch.full((count, SLOTS - 1, SIZE), 1 / SIZE)),
+        )
+        own = emitted, counts, index.view(count, SLOTS)
+        plugin.sample_chains(lambda *_: own, verify_input, batch, SimpleNamespace(next_token_logits=logits))
+        return [column.as_subclass(Tensor) for column in own]
+
+    here, there = decide_step(lambda tensor: tensor), decide_step(put)
+    assert all(map(torch.equal, here, there)) and (here[-1] != UNTOUCHED).any()
+
+
 def test_dflash_keeps_the_logits_for_rules_alone() -> None:
     for rule, skips in (("exact", False), (None, True)):
         batch = batch_of([request("a", None), request("b", rule)])
         assert plugin.keep_logits(lambda *_: True, Worker(), batch, None) is skips
     result = (torch.zeros(1),) * 5
     assert plugin.accept_block(lambda self, **_: result, Worker(), next_token_logits=None, candidates=None) is result
-
-
-SERVED = Served("0.5.23", "EAGLE", 1, True, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -260,13 +315,31 @@ def test_what_can_be_decided_is_not_refused(algorithm: str) -> None:
     check_request(sampling("exact", 0.0), SIZE, served._replace(device="cpu"))
 
 
-def test_a_wrong_request_is_refused_before_sglang_looks_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "_find_served", lambda: SERVED)
+def test_a_wrong_request_is_refused_before_sglang_looks_at_it() -> None:
     seen: list[int] = []
     plugin.check(lambda self, size: seen.append(size), sampling("exact"), SIZE)
     with pytest.raises(ValueError, match="exat"):
         plugin.check(lambda self, size: seen.append(size), sampling("exat"), SIZE)
     assert seen == [SIZE]
+
+
+@pytest.mark.parametrize("rule", ["exat", 3, "exact | margin(1) & above(2)"])
+def test_a_wrong_request_that_nobody_checked_ends_alone(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang loads no plug-ins in the processes of ``--tokenizer-worker-num 2``: the scheduler's ends the request, and
+    goes on with the others."""
+    reasons = SimpleNamespace(FINISH_ABORT=lambda *reason: reason)
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.schedule_batch", reasons)
+    wrong, right = request("a", rule), request("b", "exact")
+    assert [*plugin._find_rows(batch_of([wrong, right]), SIZE)] == [1]
+    message, status, _ = wrong.to_finish
+    assert "fly: " in message and status == 400 and not hasattr(right, "to_finish")
+
+
+@pytest.mark.parametrize("given", [None, {}, {"thinking_budget": 3}, [1], "fly"])
+def test_parameters_of_others_name_no_rule(given: Any) -> None:
+    one = request("a", None, custom_params=given)
+    assert plugin._find_rows(batch_of([one]), SIZE) == {}
+    assert plugin.check(lambda self, size: "own", one.sampling_params, SIZE) == "own"
 
 
 def test_tried_versions_are_those_of_the_documentation() -> None:

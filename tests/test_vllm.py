@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from fly.extras.engines.vllm.requests import TRIED, check_request, read_row
 from fly.ops import Stream, uniforms
 from fly.policies import FLy, parse_policy, verify
 from fly.types import Draft, Noise, SamplingParams, Target
+from tests.on_device import put, read_all_places
 
 SIZE = 8
 RULES = [
@@ -112,6 +114,49 @@ def test_decisions_are_those_of_verify(
         assert output[b].tolist() == expected + [-1] * (max(counts) + 1 - len(expected))
 
 
+def test_the_first_runner_makes_the_host_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rules beside a row without one, some rows greedy, on tensors that refuse to be looked at."""
+    read_all_places(monkeypatch)
+    counts = [3, 2, 4]
+
+    def decide_step(place: Callable[[Tensor], Tensor]) -> Tensor:
+        rules = {0: request(RULES[1], 0.7), 2: request(RULES[5])}
+        generator = torch.Generator().manual_seed(2)
+        total = sum(counts)
+        given = (
+            torch.randint(0, SIZE, (total,), generator=generator, dtype=torch.int32),
+            torch.tensor(counts).cumsum(0),
+            torch.randn(total, SIZE, generator=generator).softmax(-1),
+            2 * torch.randn(total, SIZE, generator=generator),
+            torch.ones(len(counts), 1, dtype=torch.int32),
+        )
+        tokens, ends, probs, logits, bonus = map(place, given)
+        output = first.decide_after(lambda *others: place(untouched(*others)))(
+            tokens, counts, max(counts), ends, probs, logits, bonus, SimpleNamespace(fly=rules)
+        )
+        return output.as_subclass(Tensor)
+
+    expected = decide_step(lambda tensor: tensor)
+    assert torch.equal(decide_step(put), expected) and (expected[[0, 2]] != UNTOUCHED).all()
+
+
+def test_what_vllm_033_adds_to_the_call_reaches_it() -> None:
+    """``rejection_sample`` of 0.33 has three more keywords than that of 0.32; others may follow."""
+    added = {"fly_window_size": None, "fly_entropy_threshold": 0.3, "fly_entropy_top_k": 3, "use_fp64_gumbel": True}
+    calls = []
+
+    def original(*given: Any, **keywords: Any) -> Tensor:
+        calls.append((given[8:], keywords))
+        return untouched(*given[:8])
+
+    tokens, logits = torch.zeros(1, dtype=torch.int32), torch.zeros(1, SIZE)
+    bonus = torch.zeros(1, 1, dtype=torch.int32)
+    first.decide_after(original)(
+        tokens, [1], 1, torch.tensor([1]), None, logits, bonus, SimpleNamespace(fly={}), False, None, **added
+    )
+    assert calls == [((False, None), added)]
+
+
 # Six steps of vLLM 0.32.0 on the bundled pair (n-gram and model drafts, temperature 0 and 1), with what vLLM decided.
 CAPTURED = load_file(Path(__file__).parent / "data" / "vllm_blocks.safetensors")
 STEPS = sorted({name.partition(".")[0] for name in CAPTURED})
@@ -186,16 +231,16 @@ def sampling(rule: Any, temperature: float = 0.0, seed: int | None = None) -> Si
 
 
 class Sampler(SimpleNamespace):
-    """What the plug-in reads of vLLM's sampler, for 6 slots."""
+    """What the plug-in reads of vLLM's sampler."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int = 6) -> None:
         super().__init__(
-            sampling_states=SimpleNamespace(vocab_size=SIZE, seeds=SimpleNamespace(np=np.arange(6) + 100)),
+            sampling_states=SimpleNamespace(vocab_size=SIZE, seeds=SimpleNamespace(np=np.arange(slots) + 100)),
             req_states=SimpleNamespace(
                 index_to_req_id={},
-                total_len=SimpleNamespace(gpu=torch.full((6,), 5, dtype=torch.int32)),
-                prompt_len=SimpleNamespace(gpu=torch.full((6,), 4, dtype=torch.int32)),
-                all_token_ids=SimpleNamespace(gpu=torch.arange(60).view(6, 10) % SIZE),
+                total_len=SimpleNamespace(gpu=torch.full((slots,), 5, dtype=torch.int32)),
+                prompt_len=SimpleNamespace(gpu=torch.full((slots,), 4, dtype=torch.int32)),
+                all_token_ids=SimpleNamespace(gpu=torch.arange(10 * slots).view(slots, 10) % SIZE),
             ),
         )
         self.added: list[int] = []
@@ -208,9 +253,17 @@ class Sampler(SimpleNamespace):
 
 
 def decide_chunk(
-    sampler: Any, slots: list[int], counts: list[int], most: int, seed: int, draft_logits: Tensor | None, grammar: bool
+    sampler: Any,
+    slots: list[int],
+    counts: list[int],
+    most: int,
+    seed: int,
+    draft_logits: Tensor | None,
+    grammar: bool,
+    place: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the wrapped ``_verify`` on random logits. Return the tokens, their numbers, and what it was given."""
+    """Run the wrapped ``_verify`` on random logits, each tensor where ``place`` puts it. Return the tokens, their
+    numbers, and what it was given."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(counts) + len(counts)
     cu = torch.tensor([0, *(count + 1 for count in counts)]).cumsum(0).int()
@@ -218,16 +271,18 @@ def decide_chunk(
     drafted = torch.randint(0, SIZE, (total,), generator=generator)
     if grammar:
         drafted = drafted.masked_fill(torch.rand(total, generator=generator) < 0.3, -1)
+    shape = len(counts), most + 1
+    sampled, num_sampled = torch.full(shape, UNTOUCHED), torch.full(shape[:1], UNTOUCHED, dtype=torch.int32)
 
     def original(self: Any, logits: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-        shape = len(counts), most + 1
-        return logits, torch.full(shape, UNTOUCHED), torch.full(shape[:1], UNTOUCHED, dtype=torch.int32)
+        return logits, place(sampled), place(num_sampled)
 
     me, numbers = SimpleNamespace(sampler=sampler, num_speculative_steps=most), torch.tensor(slots, dtype=torch.int32)
     none = torch.zeros(0)
-    _, sampled, num_sampled = second.decide_after(original)(
-        me, logits, draft_logits, drafted, torch.arange(total) + 50, cu, numbers, numbers.numpy(), none, none,
-        none.numpy(), drafted,
+    second.decide_after(original)(
+        me, place(logits), None if draft_logits is None else place(draft_logits), place(drafted),
+        place(torch.arange(total) + 50), place(cu), place(numbers), numbers.numpy(), none, none, none.numpy(),
+        place(drafted),
     )  # fmt: skip
     return sampled, num_sampled, logits, drafted
 
@@ -275,6 +330,27 @@ def test_chunks_are_decided_as_by_verify(
             expected = judge(str(rules[b]), row, torch.tensor(tokens[:count]), places, own, 50 + start)
             assert sampled[b, : int(num_sampled[b])].tolist() == expected
         start += counts[b] + 1
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_the_second_runner_makes_the_host_wait_for_nothing(drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules with and without an account, and one that asks how long the text is, greedy and drawn; the request states
+    too are on the device."""
+    read_all_places(monkeypatch)
+    rules = [*RULES, "exact | margin(3) & after(1)"]
+    draft_logits = torch.randn(len(rules), 3, SIZE, generator=torch.Generator().manual_seed(1)) if drawn else None
+    decided = []
+    for place in (lambda tensor: tensor, put):
+        sampler = Sampler(len(rules))
+        for name in ("total_len", "prompt_len", "all_token_ids"):
+            state = getattr(sampler.req_states, name)
+            state.gpu = place(state.gpu)
+        for slot, rule in enumerate(rules):
+            sampler.add(slot, f"r{slot}", rule, 0.7 * (slot % 2))
+        slots = list(range(len(rules)))
+        decided.append(decide_chunk(sampler, slots, [3] * len(rules), 3, 5, draft_logits, True, place)[:2])
+    assert all(torch.equal(here, there) for here, there in zip(*decided))
+    assert (decided[0][1] != UNTOUCHED).sum() > len(rules) / 2
 
 
 def test_a_slot_used_again_has_the_new_requests_rule_or_none() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.wheels.__main__ import SIGNATURES, compare_signatures
+
+ROOT = Path(__file__).parent.parent
+WHEELS = sorted((ROOT / "tests" / "wheels").glob("test_*.py"))
 
 
 def write(folder: Path, changes: dict[str, str]) -> Path:
@@ -48,3 +52,16 @@ def test_a_function_that_is_gone_is_named(tmp_path: Path) -> None:
     file = write(tmp_path, {}) / "sglang" / "srt/speculative/eagle_utils.py"
     file.unlink()
     assert compare_signatures("sglang", tmp_path) == ["srt/speculative/eagle_utils.py has no eagle_sample"]
+
+
+def test_the_page_names_every_trap_and_the_tests_exist() -> None:
+    """Tests of traps on the engines' own code are named so; the page has them all, and no test that does not exist."""
+    page = (ROOT / "docs" / "explanation" / "engine-hook.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", page))
+    tests = {
+        (path, name)
+        for path in {*(path for path, _ in named), *(f"tests/wheels/{file.name}" for file in WHEELS)}
+        for name in re.findall(r"^def (test_\w+)", (ROOT / path).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    }
+    assert named <= tests
+    assert {each for each in tests if "_trap_" in each[1]} <= named

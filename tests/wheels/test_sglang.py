@@ -35,6 +35,7 @@ from fly.runner.sampling import BatchSampling
 SIZE, SLOTS = 11, 4
 ORIGINAL = eagle_utils.eagle_sample, DFlashWorkerV2._accept_block
 RULES = ["exact", "block", "fly(window=1, hold=1)", "exact | regret(4, 1)", "exact | margin(4) & at_most(1)"]
+SERVED = Served("0.5.23", "EAGLE", 1, True, "cuda")
 group = SimpleNamespace(world_size=1)
 
 
@@ -57,6 +58,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         speculative_accept_threshold_single=1.0,
         speculative_accept_threshold_acc=1.0,
     )
+    monkeypatch.setattr(plugin, "_find_served", lambda: SERVED)
     monkeypatch.setattr(eagle_utils, "get_spec", lambda: drafts)
     monkeypatch.setattr(eagle_utils, "_is_cpu", False)  # on CPUs it would verify greedily
     monkeypatch.setattr(context, "get_parallel", lambda: SimpleNamespace(tp_group=group))
@@ -205,6 +207,30 @@ def test_trap_ranks_get_the_first_ones_decision(monkeypatch: pytest.MonkeyPatch)
     assert copied[-3:] == [((SLOTS,), 0), ((1,), 0), ((1, SLOTS), 0)]
 
 
+def test_trap_drafts_are_one_hot_without_rejection_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's workers give no distribution of the draft then, and its verification takes none. (Its kernel for that,
+    whose decision the rules replace, needs CUDA.)"""
+    eagle_utils.get_spec().speculative_use_rejection_sampling = False
+    monkeypatch.setattr(eagle_utils, "tree_speculative_sampling_target_only", lambda **_: None, raising=False)
+    verify_input, logits = chains(3, 4)
+    verify_input.draft_probs = None
+    requests = [request(f"r{b}", rule, 0.7) for b, rule in enumerate(RULES[:3])]
+    output = SimpleNamespace(next_token_logits=logits.clone())
+    emitted, counts, index = eagle_utils.eagle_sample(verify_input, batch_of(requests), output)
+    tokens = emitted[index.long()]
+    for b, one in enumerate(requests):
+        row = read_row(one.sampling_params, SIZE, one.rid, one.eos_token_ids)
+        assert row is not None
+        blocks = Blocks(
+            logits.view(3, SLOTS, SIZE)[b : b + 1],
+            verify_input.draft_token.view(3, SLOTS)[b : b + 1, 1:],
+            torch.tensor([SLOTS - 1]),
+            torch.tensor([b + 4]),
+        )
+        decided = decide([row], blocks)
+        assert tokens[b, : int(counts[b])].tolist() == decided.tokens_BJ[0, : int(decided.counts_B[0])].tolist()
+
+
 def test_trap_n_grams_have_chains_that_end_early() -> None:
     """A chain ends where SGLang's tree does, whatever stands in the slots after it."""
     verify_input, logits = chains(1, 3)
@@ -215,6 +241,23 @@ def test_trap_n_grams_have_chains_that_end_early() -> None:
     emitted, counts, _ = eagle_utils.eagle_sample(verify_input, batch_of([one]), output)
     assert counts.tolist() == [2] and emitted[0] == verify_input.draft_token[1]
     assert ngram_info.NgramVerifyInput.max_tree_depth is not None
+
+
+def test_trap_no_rule_excuses_what_a_bias_or_a_grammar_forbids() -> None:
+    """SGLang writes penalties, biases and grammars into the logits, which the rules read after it."""
+    verify_input, logits = chains(3, 3)
+    requests = [request(f"r{b}", "exact | margin(99)", 0.7) for b in range(3)]
+    batch = batch_of(requests)
+    drafted = verify_input.draft_token.view(3, SLOTS)[:, 1]
+    for name, row in (("acc_additive_penalties", 0), ("logit_bias", 1)):
+        added = torch.zeros(3, SIZE)
+        added[row, drafted[row]] = -torch.inf
+        setattr(batch.sampling_info, name, added)
+    mask = SimpleNamespace(apply=lambda logits: logits[2 * SLOTS].index_fill_(0, drafted[2], -torch.inf))
+    output = SimpleNamespace(next_token_logits=logits.clone())
+    emitted, counts, _ = eagle_utils.eagle_sample(verify_input, batch, output, mask)
+    assert counts.tolist() == [1, 1, 1]
+    assert not (emitted.view(3, SLOTS)[:, 0] == drafted).any()
 
 
 def test_trap_a_rule_that_raises_leaves_sglangs_decision() -> None:
@@ -327,13 +370,28 @@ def test_trap_dflash_gathers_all_logits_for_a_rule() -> None:
 # Requests.
 
 
-def test_a_wrong_rule_is_refused_by_sglangs_own_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    served = Served("0.5.23", "EAGLE", 1, True, "cuda")
-    monkeypatch.setattr(plugin, "_find_served", lambda: served)
+def test_a_wrong_rule_is_refused_by_sglangs_own_check() -> None:
     request("a", "exact", 0.7).sampling_params.verify(SIZE)
     for rule in ("exat", "exact | margin(1) & above(3)"):  # the second reads the text, which lags under overlap
         with pytest.raises(ValueError, match="fly"):
             request("a", rule, 0.7).sampling_params.verify(SIZE)
+
+
+def test_trap_several_tokenizers_load_no_plug_ins() -> None:
+    """So the scheduler gets requests that nobody checked: it ends the wrong one, by what it ends requests with."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    plain = [request("a", None, 0.7), request("b", None, 0.7)]
+    wrong = [request("a", "exat", 0.7), plain[1]]
+    assert sample(wrong, 1)[0] == sample(plain, 1)[0]
+    assert isinstance(wrong[0].to_finish, FINISH_ABORT) and wrong[0].to_finish.status_code == 400
+
+
+def test_trap_a_rule_comes_as_custom_params_of_the_openai_interface() -> None:
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+
+    asked = ChatCompletionRequest(model="m", messages=[], custom_params={"fly": "exact"})
+    assert asked.to_sampling_params([], {})["custom_params"] == {"fly": "exact"}
 
 
 def test_what_sglang_was_started_with_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,9 @@ Shape legend: R rows, N drafted tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import SimpleNamespace
+import inspect
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,7 +70,14 @@ def batch_of(requests: list[Any]) -> Any:
     return batch
 
 
-def sample(batch: Any, counts: list[int], seed: int, drawn: bool = False, plugged: bool = True) -> tuple[Any, Any]:
+def sample(
+    batch: Any,
+    counts: list[int],
+    seed: int,
+    drawn: bool = False,
+    plugged: bool = True,
+    keywords: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[Any, Any]:
     generator = torch.Generator().manual_seed(seed)
     total = sum(counts)
     tokens = torch.randint(0, SIZE, (total,), generator=generator, dtype=torch.int32)
@@ -78,9 +86,9 @@ def sample(batch: Any, counts: list[int], seed: int, drawn: bool = False, plugge
     bonus = torch.randint(0, SIZE, (len(counts), 1), generator=generator, dtype=torch.int32)
     function = first.decide_after(ORIGINAL[2]) if plugged else ORIGINAL[2]
     torch.manual_seed(seed)
-    output: Tensor = function(
-        tokens, counts, max(counts), torch.tensor(counts).cumsum(0).int(), probs, logits, bonus, batch.sampling_metadata
-    )
+    ends = torch.tensor(counts).cumsum(0).int()
+    metadata = batch.sampling_metadata
+    output: Tensor = function(tokens, counts, max(counts), ends, probs, logits, bonus, metadata, **keywords)
     return [[token for token in row if token >= 0] for row in output.tolist()], (tokens, logits, probs, bonus)
 
 
@@ -141,6 +149,29 @@ def test_trap_rows_move_when_others_leave() -> None:
     assert batch.sampling_metadata.fly == {batch.req_id_to_index["c"]: requests[2]} and batch.req_id_to_index["c"] == 0
     found, (tokens, *_) = sample(batch, [2, 2], 0)
     assert found[0][:2] == tokens[:2].tolist()
+
+
+def test_trap_the_bonus_is_drawn_already() -> None:
+    """A draft that is kept completely is followed by the token that vLLM has drawn, at any temperature."""
+    requests = [request(name, "exact | margin(99)", heat) for name, heat in (("a", 0.0), ("b", 0.7), ("c", 1.0))]
+    found, (tokens, _, _, bonus) = sample(batch_of(requests), [2, 3, 1], 1)
+    drafts = [part.tolist() for part in tokens.split([2, 3, 1])]
+    assert found == [[*draft, token] for draft, (token,) in zip(drafts, bonus.tolist())]
+
+
+def test_trap_versions_add_keywords() -> None:
+    """0.33 has three more than 0.32: whatever there is reaches vLLM's function, and changes nothing by its default."""
+    defaults = {
+        name: each.default
+        for name, each in inspect.signature(ORIGINAL[2]).parameters.items()
+        if each.default is not inspect.Parameter.empty
+    }
+    assert defaults
+    plain, named = (
+        sample(batch_of([request("a", None, 0.7), request("b", "exact")]), [3, 2], 1, **each)[0]
+        for each in ({}, {"keywords": defaults})
+    )
+    assert plain == named
 
 
 def test_trap_placeholders_end_a_draft() -> None:

@@ -476,7 +476,7 @@ def test_trap_the_warmup_adds_parameters_to_slots_without_a_request() -> None:
     assert not engine.sampler.fly.by_slot and not engine.sampler.fly.by_name
 
 
-def test_later_stages_read_the_tokens_and_their_number_alone() -> None:
+def test_trap_later_stages_read_the_tokens_and_their_number_alone() -> None:
     """Logprobs and the number of rejected tokens follow what the rule decided."""
     engine = Engine(table())
     engine.add("a", [1], params("exact | margin(99)", logprobs=1))

@@ -65,14 +65,21 @@ def read_rule(given: Any, size: int) -> AcceptancePolicy | None:
     if not isinstance(given, str) or len(given) > _LONGEST:
         raise ValueError(f"fly: the policy must be a text of at most {_LONGEST} characters, as in 'exact | regret(2)'")
     try:
-        rule = load_policy(given).bind(Vocabulary(size))
-        for greedy in (True, False):
-            rule.refuse_failing(greedy)
-        if lacking := sorted(find_past(rule, str(rule), size) & _LACKING):
-            raise ValueError(f"'{rule}' reads {lacking}, which an engine's sampler lacks")
-        return rule
-    except (ValueError, TypeError, RecursionError, MemoryError, OverflowError) as error:
+        return _load_rule(given, size)
+    except (ValueError, TypeError) as error:
         raise ValueError(f"fly: {error}") from None
+    except Exception as error:  # a user's rule may raise anything, and must not end the engine
+        raise ValueError(f"fly: {type(error).__name__}: {error}") from error
+
+
+@functools.lru_cache(1000)  # requests bring few texts, and finding out what a rule reads takes longer than a decision
+def _load_rule(text: str, size: int) -> AcceptancePolicy:
+    rule = load_policy(text).bind(Vocabulary(size))
+    for greedy in (True, False):
+        rule.refuse_failing(greedy)
+    if lacking := sorted(rule.reads & _LACKING):
+        raise ValueError(f"'{rule}' reads {lacking}, which an engine's sampler lacks")
+    return rule
 
 
 def name_seed(name: str) -> int:
@@ -103,8 +110,8 @@ class Row:
         self.params = params
         self.seed = (seed + 2**63) % 2**64 - 2**63  # int64, as a 64-bit engine has it
         self.control = tuple(sorted(token for token in stop_ids if 0 <= token < size))
-        self.kind = str(rule), self.control  # rows of one kind are decided together
-        self.past = find_past(rule, self.kind[0], size)
+        self.kind = rule.keyed, self.control  # rows of one kind are decided together
+        self.past = rule.reads
         self.account_A: Tensor | None = None  # float64, on the device; None before the first block
 
     def resume(self, before: Row | None) -> Row:
@@ -127,19 +134,6 @@ class Row:
     def reads_text(self) -> bool:
         """Whether the rule asks for the text so far, or how long it is."""
         return not self.past.isdisjoint(("history", "generated"))
-
-
-def find_past(rule: AcceptancePolicy, text: str, size: int) -> frozenset[str]:
-    """Return which parts of the past ``rule`` asks for (``AcceptancePolicy.reads``). ``text`` names the rule; ``size``
-    is V."""
-    if (past := _pasts.get((text, size))) is None:
-        if len(_pasts) >= 1000:  # texts come from requests
-            _pasts.clear()
-        past = _pasts[text, size] = rule.reads
-    return past
-
-
-_pasts: dict[tuple[str, int], frozenset[str]] = {}
 
 
 @dataclass(frozen=True)
@@ -257,7 +251,7 @@ def _find_costs(row: Row, target: Target, draft: Draft, verdict: Verdict, decide
     )
     for budget in row.rule.budgets:
         costs.append(budget.costs(target, draft, rows_N, places_N))
-    costs_BKA = torch.stack([cost_N.double() for cost_N in costs], -1).view(count, longest, -1)
+    costs_BKA = torch.stack([cost_N.double() for cost_N in costs], -1).view(count, longest, len(costs))
     return costs_BKA.where(relaxed_BK.unsqueeze(-1), 0.0).sum(1)
 
 

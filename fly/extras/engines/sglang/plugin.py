@@ -14,13 +14,15 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fly.extras.engines.blocks import Blocks, Decided, Row, decide_rows, write_tokens
-from fly.extras.engines.sglang.requests import TRIED, Served, check_request, read_row
+from fly.extras.engines.sglang.requests import TRIED, Served, check_request, find_rule, read_row
 from fly.ops import upload
 
 __all__ = ["accept_block", "keep_batch", "keep_logits", "register", "sample_chains"]
@@ -48,7 +50,7 @@ def register() -> None:
 
 def check(original: Callable[..., Any], self: Any, vocab_size: int, *args: Any, **kwargs: Any) -> Any:
     """Around ``SamplingParams.verify``: refuse a request with an error of its own (400 over HTTP)."""
-    if (self.custom_params or {}).get("fly") is not None:
+    if find_rule(self) is not None:
         check_request(self, vocab_size, _find_served())
     return original(self, vocab_size, *args, **kwargs)
 
@@ -80,10 +82,28 @@ def _find_rows(batch: Any, size: int) -> dict[int, Row]:
     rows = {}
     for b, request in enumerate(batch.reqs):
         if not hasattr(request, "fly"):
-            request.fly = read_row(request.sampling_params, size, request.rid, request.eos_token_ids)
+            request.fly = _admit(request, size)
         if request.fly is not None:
             rows[b] = request.fly
     return rows
+
+
+def _admit(request: Any, size: int) -> Row | None:
+    """Return the row of a new request, or None if it names no rule. A wrong request ends with an error of its own.
+
+    ``check`` has refused it before, unless SGLang reads requests in several processes (``--tokenizer-worker-num``),
+    which load no plug-ins.
+    """
+    if find_rule(request.sampling_params) is None:
+        return None
+    try:
+        check_request(request.sampling_params, size, _find_served())
+    except ValueError as error:
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        request.to_finish = FINISH_ABORT(str(error), HTTPStatus.BAD_REQUEST, "BadRequestError")
+        return None
+    return read_row(request.sampling_params, size, request.rid, request.eos_token_ids)
 
 
 def _read_chains(
@@ -145,8 +165,9 @@ def sample_chains(
         index_B = upload(numbers, logits.device)
         counts_B = decided.counts_B.to(counts_R.dtype)
         slots_BJ = (index_B.unsqueeze(1) * slots + places_J).where(places_J < counts_B.unsqueeze(1), -1)
-        tokens_BJ = decided.tokens_BJ.clamp_min(0)  # SGLang also reads what follows, and drops it
-        write_tokens(emitted.view(-1, slots), index_B, decided._replace(tokens_BJ=tokens_BJ))
+        # SGLang also reads what follows the tokens, and drops it.
+        tokens_BD = pad(decided.tokens_BJ.clamp_min(0), (0, slots - places))
+        write_tokens(emitted.view(-1, slots), index_B, decided._replace(tokens_BJ=tokens_BD))
         write_tokens(index_RJ, index_B, decided._replace(tokens_BJ=slots_BJ))
         counts_R[index_B] = torch.where(counts_B > 0, counts_B, counts_R[index_B])
 
@@ -166,7 +187,7 @@ def keep_batch(original: Callable[..., Any], self: Any, batch: Any, *args: Any, 
 
 def keep_logits(original: Callable[..., bool], self: Any, batch: Any, *args: Any, **kwargs: Any) -> bool:
     """Around ``DFlashWorkerV2._can_skip_verify_logits``: a rule needs the logits, not the argmax alone."""
-    has_rule = any((request.sampling_params.custom_params or {}).get("fly") is not None for request in batch.reqs)
+    has_rule = any(find_rule(request.sampling_params) is not None for request in batch.reqs)
     return not has_rule and original(self, batch, *args, **kwargs)
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from fly.extras.engines.blocks import Row, name_seed, read_rule
 from fly.types import SamplingParams
 
-__all__ = ["ALGORITHMS", "TRIED", "Served", "check_request", "read_row"]
+__all__ = ["ALGORITHMS", "TRIED", "Served", "check_request", "find_rule", "read_row"]
 
 TRIED = ("0.5.23",)  # versions of SGLang that this was tried on; others are refused
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH")  # ways to draft whose decision is hooked
@@ -25,13 +25,18 @@ class Served(NamedTuple):
     watermark: bool = False
 
 
+def find_rule(params: Any) -> Any:
+    """Return what a request with these sampling parameters gives as its rule; None if it names none."""
+    return params.custom_params.get("fly") if isinstance(params.custom_params, dict) else None
+
+
 def read_row(params: Any, size: int, name: str, eos_ids: Any = ()) -> Row | None:
     """Return the row of a request with these sampling parameters, or None if it names no rule.
 
     ``name`` is the request's. It gives the seed of a request without one: a seed must be the same on every rank.
     SGLang writes temperature 0 as ``top_k`` 1 at temperature 1. Its drafts are verified without min-p.
     """
-    rule = read_rule((params.custom_params or {}).get("fly"), size)
+    rule = read_rule(find_rule(params), size)
     if rule is None:
         return None
     sampling = SamplingParams(temperature=0)
