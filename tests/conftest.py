@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 # Forwards of tiny models take milliseconds, but their time is no property: no deadline anywhere.
 _QUIET = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-# What ``pytest`` runs: the same examples every time, on every machine, three in five of what a property asks for.
+# What ``pytest`` runs: the same examples every time, on every machine, two in five of what a property asks for.
 # ``make check`` takes fewer. ``make explore``, where new examples are tried, takes all.
 settings.register_profile(
-    "fixed", deadline=None, max_examples=15, derandomize=True, print_blob=True, suppress_health_check=_QUIET
+    "fixed", deadline=None, max_examples=10, derandomize=True, print_blob=True, suppress_health_check=_QUIET
 )
-settings.register_profile("quick", parent=settings.get_profile("fixed"), max_examples=10)
+settings.register_profile("quick", parent=settings.get_profile("fixed"), max_examples=7)
 # What ``make explore`` runs: other examples for each seed.
 settings.register_profile("explore", parent=settings.get_profile("fixed"), max_examples=60, derandomize=False)
 settings.load_profile("fixed")

@@ -319,7 +319,7 @@ def test_no_graph_is_captured_again_in_30_ragged_rounds() -> None:
             prompts = [[1, 2, first], [5] * (first % 7 + 1), [first, 3]]
             return [
                 row_of(
-                    prompt, POLICIES[b % 2], 2 + 3 * b, seed=first, temperature=0.8 * (b > 1), max_tokens=150, stops=()
+                    prompt, POLICIES[b % 2], 2 + 3 * b, seed=first, temperature=0.8 * (b > 1), max_tokens=60, stops=()
                 )
                 for b, prompt in enumerate(prompts)
             ]
@@ -344,11 +344,11 @@ def test_pages_go_up_only_where_they_changed() -> None:
     with device():
         engine = engine_of(there, "near")
         engine.stretch = 1e-9
-        row = row_of([1, 2, 3], max_tokens=400)
+        row = row_of([1, 2, 3], max_tokens=200)
         changed = 0
         decode(engine, [row], 4)
         (round_,) = made_by(engine)
-        while not row.finish_reason and row.generated < 390:
+        while not row.finish_reason and row.generated < 190:
             before = round_.table._loaded_pages
             engine.step([row])
             changed += round_.table._loaded_pages is not before
