@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fly.backends.cpu import available, why_not
-from fly.backends.cpu.host import Blocks, HostDecisions, _clauses_of, is_compiled, lay_rules
+from fly.backends.cpu.host import Blocks, HostDecisions, clauses_of, is_compiled, lay_rules
 from fly.backends.cpu.host import _decide as decide_compiled
 from fly.backends.cpu.library import CRules, clause_kinds, fast_call, variant_number
 from fly.policies import Exact, condition_types, parse_policy, policy_types
@@ -203,7 +203,7 @@ def test_the_command_marks_what_is_compiled() -> None:
         policy = rule()
         if name == "asd":  # a composition is listed under no policy
             continue
-        assert marks[name] == (is_compiled(policy, greedy=False) and _clauses_of(policy) is not None), name
+        assert marks[name] == (is_compiled(policy, greedy=False) and clauses_of(policy) is not None), name
     needed = {"phase": (1, 2), "token": ("digits",)}
     for name, kind in condition_types().items():
         condition = kind(*needed.get(name, ())).bind(toy_vocabulary(VOCAB))
@@ -240,14 +240,13 @@ def test_sizes_and_numbers_are_checked_by_the_call() -> None:
         call(made([1], asks=2), whole, "fly")
 
 
-def clauses_of(rule: str) -> list[Clause]:
-    policy = parse_policy(rule).bind(toy_vocabulary(VOCAB))
-    return (policy.compiled_gate if policy.relaxation is None else policy.relaxation.compiled) or []
+def read_clauses(rule: str) -> list[Clause]:
+    return clauses_of(parse_policy(rule).bind(toy_vocabulary(VOCAB))) or []
 
 
 def test_rules_here_have_each_kind_of_clause_that_the_library_lists() -> None:
     """So each kind is compared with the tensor rule, and hands over exactly the values that the library names."""
-    compared = {clause.kind: clause for rule in RULES for clause in clauses_of(rule)}
+    compared = {clause.kind: clause for rule in RULES for clause in read_clauses(rule)}
     assert sorted(compared) == sorted(clause_kinds()), "a kind without a rule in RULES, or one that nothing compiles"
     for kind, (_, names) in clause_kinds().items():
         assert sorted(compared[kind].values) == sorted(names), kind

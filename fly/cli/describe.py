@@ -119,7 +119,7 @@ def describe_compiled(policy: AcceptancePolicy) -> str:
     """Say whether compiled code decides by a policy, on a CPU that has compiled kernels."""
     if not is_compiled(policy, greedy=True):
         return "no: Python decides every block"
-    if policy.relaxation is not None and policy.relaxation.compiled is None:
+    if clauses_of(policy) is None:
         return _IN_PART
     return "yes" if is_compiled(policy, greedy=False) else "at temperature 0 alone"
 

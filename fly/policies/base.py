@@ -126,12 +126,13 @@ class AcceptancePolicy(Bindable, ABC):
         return all(map(is_built_in, parts_of(self)))
 
     @property
-    def compiled_gate(self) -> list[Clause] | None:
+    def compiled_gate(self) -> Clause | None:
         """Of a rule that keeps a token if and only if a gate opens: the gate, for compiled code. None for other rules.
         As in ``Condition.compiled``, an inherited ``_compile`` does not count."""
         return self._compile() if "_compile" in vars(type(self)) else None
 
-    def _compile(self) -> list[Clause] | None:
+    def _compile(self) -> Clause | None:
+        """Return the gate of this rule for compiled code; None: it has none, or only Python knows it."""
         return None
 
     @abstractmethod

@@ -115,25 +115,23 @@ def is_compiled(policy: AcceptancePolicy, greedy: bool) -> bool:
     temperature 0, draws corrections like the exact rule, or it is a gate that compiled code knows."""
     if accepts_exactly(policy):
         return greedy or draws_exactly(policy)
-    return policy.relaxation is None and _known_clauses(policy.compiled_gate) is not None
+    gate = policy.compiled_gate
+    return policy.relaxation is None and gate is not None and gate.kind in clause_kinds()
 
 
-def _known_clauses(clauses: list[Clause] | None) -> list[Clause] | None:
-    """Return the clauses if the library knows the kinds of all; else None."""
-    if clauses is None or len(clauses) > _MAX_CLAUSES or not all(clause.kind in clause_kinds() for clause in clauses):
-        return None
-    return clauses
-
-
-def _clauses_of(policy: AcceptancePolicy) -> list[Clause] | None:
-    """Return the compiled clauses of a rule that ``is_compiled``: those that excuse a mismatch, or a gate's. None if
+def clauses_of(policy: AcceptancePolicy) -> list[Clause] | None:
+    """Return the compiled clauses of a rule that ``is_compiled``: those that excuse a mismatch, or its gate. None if
     only Python knows whether a mismatch is excused."""
     if not accepts_exactly(policy):
-        return policy.compiled_gate
+        gate = policy.compiled_gate
+        return None if gate is None else [gate]
     relaxation = policy.relaxation
     if relaxation is None:
         return []
-    return _known_clauses(relaxation.compiled) if relaxation.joins_all or relaxation.table is not None else None
+    clauses = relaxation.compiled
+    if clauses is None or len(clauses) > _MAX_CLAUSES or not all(clause.kind in clause_kinds() for clause in clauses):
+        return None
+    return clauses if relaxation.joins_all or relaxation.table is not None else None
 
 
 def _lay_clause(clause: Clause, past: Past, masks: list[Tensor]) -> CClause:
@@ -174,7 +172,7 @@ def lay_rules(
     for c_rule, (policy, greedy, seed, past) in zip(rule, rows):
         c_rule.seed = seed
         c_rule.unknown = not is_compiled(policy, greedy)
-        clauses = [] if c_rule.unknown else _clauses_of(policy)
+        clauses = [] if c_rule.unknown else clauses_of(policy)
         c_rule.clause_at = len(listed)
         c_rule.in_python = clauses is None
         c_rule.is_gate = not accepts_exactly(policy)
