@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from fly.backends.cpu.host import is_compiled
+from fly.backends.cpu.host import clauses_of, is_compiled
 from fly.cli.show import console, print_list
 from fly.drafts.model import SingleDraft
 from fly.drafts.registry import STRATEGIES, checkpoint_type
