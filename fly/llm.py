@@ -691,15 +691,15 @@ def _check_k(k: int) -> int:
     return k
 
 
-def _name_of(given: object) -> str:
+def _name_of(source: object) -> str:
     """Return a short name of a model or a draft."""
-    if isinstance(given, LLM):
-        return given._named[0]
-    if given is None or isinstance(given, (str, Path)):
-        return repr(None if given is None else str(given))
-    model = getattr(given, "model", None)  # a draft strategy of one model has this
+    if isinstance(source, LLM):
+        return source._named[0]
+    if source is None or isinstance(source, (str, Path)):
+        return repr(None if source is None else str(source))
+    model = getattr(source, "model", None)  # a draft strategy of one model has this
     name = model.name if isinstance(model, Path) else model
-    return f"{type(given).__name__}({name!r})" if isinstance(name, str) else type(given).__name__
+    return f"{type(source).__name__}({name!r})" if isinstance(name, str) else type(source).__name__
 
 
 def _one_each(value: Any, count: int, name: str) -> list[Any]:
@@ -778,9 +778,10 @@ def _changed(params: object, fields: dict[str, Any]) -> SamplingParams:
         raise ValueError(explain(error)) from None
 
 
-def _refuse_unknown(fields: abc.Iterable[str], own: abc.Iterable[str]) -> None:
-    """Raise ``ValueError`` for an option that is neither a field of ``SamplingParams`` nor among the call's ``own``."""
-    option_names = [*SamplingParams.model_fields, *own]
+def _refuse_unknown(fields: abc.Iterable[str], others: abc.Iterable[str]) -> None:
+    """Raise ``ValueError`` for an option that is neither a field of ``SamplingParams`` nor among the ``others`` of the
+    call."""
+    option_names = [*SamplingParams.model_fields, *others]
     for name in fields:
         if name == "stream":
             raise ValueError("'stream' is no option: stream(prompt) streams, and stream(chat_prompt(messages))")
