@@ -284,9 +284,9 @@ class _Call:
             if drafts and self.plan.draft_kv is not None:
                 # A draft model has cached all of its draft but the last token. A head has cached none that counts,
                 # since it was fed its own features.
-                row.in_drafter = length + (
-                    min(len(row.drafted), row.emitted[-1]) - 1 if self.plan.head_input is None else 0
-                )
+                row.in_drafter = length
+                if self.plan.head_input is None:
+                    row.in_drafter += min(len(row.drafted), row.emitted[-1]) - 1
         self.unread = lines
         now, (draft, rest) = time.perf_counter(), self.timer.seconds()
         which = int(self.spent[0].rounds > 0)
