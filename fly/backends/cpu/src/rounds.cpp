@@ -54,15 +54,15 @@ void Series::choose_drafts() {
 // tokens the row drafts.
 int Series::look_beside(int i) {
     constexpr int AGREE = 2;
-    const int b = draft.row[i], own = proposed[i];
+    const int b = draft.row[i], from_head = proposed[i];
     const RoundRow& row = args->row[b];
     const int most = min_of<int64_t>(lookup->most, most_drafted(row, row.left));
-    if (own <= AGREE || !target->variant->look_up(*lookup, row.copied, row.length, most)) return own;
+    if (from_head <= AGREE || !target->variant->look_up(*lookup, row.copied, row.length, most)) return from_head;
     const int32_t* copies = row.copied + row.length;
     int64_t* tokens = chain + i * args->longest;
     int n = 0;
     for (bool ended = false; n < most && !ended && copies[n] >= 0 && copies[n] < vocab; n++) ended = ends(b, copies[n]);
-    bool alike = n >= own;
+    bool alike = n >= from_head;
     for (int at = 0; at < AGREE; at++) alike &= copies[at] == tokens[at];
     for (int at = AGREE; alike && at < n; at++) {
         tokens[at] = copies[at];
@@ -71,16 +71,16 @@ int Series::look_beside(int i) {
         memset(certain, 0, vocab * sizeof(float));
         certain[copies[at]] = 1;
     }
-    return alike ? n : own;
+    return alike ? n : from_head;
 }
 
 // Proposes tokens for all rows, and writes them after the rows' texts. Returns an error or OK.
 int Series::propose() {
     choose_drafts();
-    const int asked = draft.batch.rows;
-    if (!asked) return OK;
+    const int drafting_rows = draft.batch.rows;
+    if (!drafting_rows) return OK;
     const bool draws = args->rules->sampling.there();
-    for (int i = 0; i < asked; i++) {
+    for (int i = 0; i < drafting_rows; i++) {
         const int b = draft.row[i], length = args->row[b].length;
         stop[i] = args->row[b].stop, stops[i] = args->stops[b];
         raw[i] = args->draft_logits.there() ? args->draft_logits[b] : Span<float>();
@@ -94,7 +94,7 @@ int Series::propose() {
                                     draws ? drawing : Span<Sampling>(), coins, args->distributions, raw, heads ? nullptr : lookup, texts, stops,
                                     given))
         return error;
-    for (int i = 0; i < asked; i++) {
+    for (int i = 0; i < drafting_rows; i++) {
         const int b = draft.row[i], n = drafts[b] = heads && lookup ? look_beside(i) : proposed[i];
         RoundRow& row = args->row[b];
         const int64_t* tokens = chain + i * args->longest;
