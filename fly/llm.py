@@ -201,7 +201,7 @@ class LLM:
             executor = executor.deterministic()
         self.vocabulary = self._vocabulary_of(executor.config.vocab_size, executor.device)
         # Policies that hold the same become one object, whose cached values are computed once.
-        self._bind_once = lru_cache(256)(partial(_bind_to, self.vocabulary))
+        self._bind = lru_cache(256)(partial(_bind_to, self.vocabulary))
         control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
         target = Runner(executor, None, control, settings["prefix_reuse"], self.tokenizer)
 
@@ -223,7 +223,7 @@ class LLM:
             strategy = setup.attach(strategy)
 
         if strategy is not None and self.k:
-            check_rule(self._bind(self.policy), strategy)
+            check_rule(self._bind(self.policy.keyed), strategy)
 
         # The caches, whose size depends on all models.
         block_size = settings["block_size"] or block_size_for(executor.device)
@@ -233,7 +233,7 @@ class LLM:
         workload = Workload(
             rows=max_rows,
             k=0 if strategy is None else self.k,
-            policy=self._bind(self.policy),
+            policy=self._bind(self.policy.keyed),
             step_tokens=step_tokens,
             scored=min(step_tokens, max_scored(max_rows, executor.config.vocab_size)),
             block_size=block_size,
@@ -589,7 +589,7 @@ class LLM:
             tokens=tokens,
             prompt_length=len(tokens),
             params=params,
-            policy=self._bind(policy),
+            policy=self._bind(policy.keyed),
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
             k=_check_k(k),
             stop_ids=eos | set(params.stop_token_ids),
@@ -616,10 +616,6 @@ class LLM:
         ):
             raise ValueError(f"prompt {shorten(prompt)} is neither a text nor a list of token ids{for_chat(prompt)}")
         return [int(token) for token in prompt]
-
-    def _bind(self, policy: AcceptancePolicy) -> AcceptancePolicy:
-        """Bind a policy to the vocabulary, once."""
-        return self._bind_once(policy.keyed)
 
     @cached_property
     def grammars(self) -> runner.Grammars:
