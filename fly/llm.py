@@ -269,7 +269,8 @@ class LLM:
             if max_context is not None and max_context > model_context:
                 raise ValueError(f"max_context {max_context} is more than the {model_context} tokens that {model} has")
             loaded = load_model(checkpoint or model, settings["dtype"], settings["device"], kernels, by, max_context)
-            executor, self.tokenizer = loaded.executor, loaded.tokenizer
+            executor = loaded.executor
+            self.tokenizer = loaded.tokenizer
             if loaded.checkpoint is not None:
                 self.eos_ids = read_eos_ids(loaded.checkpoint, executor.config.vocab_size)
                 self.default_params = read_sampling_defaults(loaded.checkpoint, executor.config.vocab_size)
@@ -323,7 +324,8 @@ class LLM:
         facts = self.engine.runner.executor.describe()
         if facts:
             cache = self.engine.runner.cache
-            tokens, size = cache.allocator.num_blocks * cache.allocator.block_size, 2 * cache.keys.nbytes
+            tokens = cache.allocator.num_blocks * cache.allocator.block_size
+            size = 2 * cache.keys.nbytes
             facts.append(f"a cache of {tokens:,} tokens ({size / 1e9:.1f} GB), at most {self.scheduler.max_rows} rows")
         return " · ".join(facts)
 
@@ -369,7 +371,8 @@ class LLM:
             Exception: an error of a policy or a strategy on one of these prompts. Other calls go on.
             Stopped: the engine was closed or has failed. Calls that were waiting raise the failure itself.
         """
-        requests = self._requests_of(prompt_list := listed(prompts), params, options)
+        prompt_list = listed(prompts)
+        requests = self._requests_of(prompt_list, params, options)
         if requests:
             with _shown(requests, progress and self._leads):
                 self.worker.run(Job(requests))
@@ -379,7 +382,8 @@ class LLM:
         """Do what ``generate`` does, for coroutines: any number of them may wait, on any event loop, without threads of
         their own. Cancelling the task ends its requests. Arguments, result and errors are those of ``generate``,
         without ``progress``."""
-        requests = self._requests_of(prompt_list := listed(prompts), params, options)
+        prompt_list = listed(prompts)
+        requests = self._requests_of(prompt_list, params, options)
         if requests:
             await self.worker.arun(Job(requests, loop=asyncio.get_running_loop()))
         return self._answers(prompt_list, requests)
@@ -536,7 +540,8 @@ class LLM:
             others = [row.sample(derive(row.seed, -sample)) for sample in range(1, row.params.n)]
             if not row.params.max_tokens:  # the first completion scores the prompt for all
                 for other in others:
-                    other.finish_reason, other.prompt_logprobs = "length", row.prompt_logprobs
+                    other.finish_reason = "length"
+                    other.prompt_logprobs = row.prompt_logprobs
             # Under a grammar there is no reasoning, unless the prompt has begun it.
             chat = prompt if isinstance(prompt, ChatPrompt) else ChatPrompt(())
             thinking = chat.thinking if row.matcher is None or chat.shown else None
@@ -561,7 +566,8 @@ class LLM:
         if draft and draft not in self.draft_names:
             names = self.draft_names or "none; LLM(..., draft='choose(small=fly-draft, copy=ngram)') loads two"
             raise ValueError(f"draft {draft!r} is not loaded; choices: {names}")
-        tokens, config = self._tokens_of(prompt), self.engine.runner.executor.config
+        config = self.engine.runner.executor.config
+        tokens = self._tokens_of(prompt)
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params {shorten(params)} must be SamplingParams; or give keywords, as in temperature=0")
         if not tokens:
@@ -640,7 +646,8 @@ class LLM:
                 f"{name!r} is for the chat template; give it as chat_template_kwargs={{{name!r}: {value}}}"
             )
         _refuse_unknown(fields, ("sampling_params", *_OWN, "tools", "chat_template_kwargs"))
-        tools, variables = options.pop("tools", None), options.pop("chat_template_kwargs", None) or {}
+        tools = options.pop("tools", None)
+        variables = options.pop("chat_template_kwargs", None) or {}
         conversations = messages if _several(messages) else [messages]
         return [self.chat_prompt(conversation, tools=tools, **variables) for conversation in conversations], options
 

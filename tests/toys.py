@@ -18,7 +18,7 @@ from fly.cache import BlockAllocator
 from fly.drafts.base import DraftStrategy, Loaded
 from fly.drafts.setup import TranslatingSetup
 from fly.models import DenseCausal, Llama, LlamaConfig, RopeScaling
-from fly.models.families import FAMILIES, FULL, SLIDING, Family
+from fly.models.families import FAMILIES, FULL, SLIDING, Family, _all_slide
 from fly.models.tokenizer import Tokenizer
 from fly.runner.executor import Batch, Executor, Head, Scores
 from fly.runner.runner import Runner
@@ -146,9 +146,11 @@ def llama_configs(
         "residual_multiplier": draw(st.sampled_from([1.0, 0.22])),
         "logits_scaling": draw(st.sampled_from([1.0, 6.0])),
     }
-    alike = {"mistral": st.just([SLIDING] * layers), "phi3": st.sampled_from([[FULL] * layers, [SLIDING] * layers])}
-    each = st.lists(st.sampled_from([FULL, SLIDING]), min_size=layers, max_size=layers)
-    types = draw(alike.get(family.name, each))
+    kinds = st.sampled_from([FULL, SLIDING])
+    if family.layer_types is _all_slide:  # all of its layers are of one kind
+        types = [draw(kinds)] * layers
+    else:
+        types = draw(st.lists(kinds, min_size=layers, max_size=layers))
     if family.output_norms:
         types[0] = SLIDING  # transformers runs no Gemma without a window
     if types != [FULL] * layers:
