@@ -492,9 +492,10 @@ class LLM:
         _refuse_unknown(fields, ("sampling_params", *_OWN))
         if fields:
             chosen_params = self.default_params if chosen_params is None else chosen_params
-            is_list = isinstance(chosen_params, (list, tuple))
-            changed_params = [_changed(one, fields) for one in (chosen_params if is_list else [chosen_params])]
-            chosen_params = changed_params if is_list else changed_params[0]
+            if isinstance(chosen_params, (list, tuple)):
+                chosen_params = [_changed(each, fields) for each in chosen_params]
+            else:
+                chosen_params = _changed(chosen_params, fields)
         return self.requests(prompts, chosen_params, **call_options, streamed=streamed)
 
     def requests(

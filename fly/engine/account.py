@@ -102,12 +102,11 @@ def _record_mismatches(
 
 
 def _extend(row: Row, ids: list[int], left: int) -> int:
-    """Append ``ids`` to the row up to its end, and return how many were appended."""
+    """Append ``ids``, at least one, to the row up to its end, and return how many were appended."""
     if row.on_token is None and len(ids) < left and row.stop_ids.isdisjoint(ids):
         row.tokens += ids
         return len(ids)
     before = len(row.tokens)
-    count = 0
     for count, token in enumerate(ids, start=1):
         row.tokens.append(token)
         try:

@@ -349,11 +349,10 @@ class Scheduler:
         # Divide the remaining tokens of the step among the prompts, and the tokens to score among the scored prompts.
         remaining = max(remaining, _MIN_CHUNK, self.step_tokens // _MIN_PART)
         cached = self.engine.runner.cached
-        unfed_of = {name: sum(prompts.values()) for name, prompts in filling.items()}
         unscored_of = {}
         for name, prompts in filling.items():
             unscored_of[name] = sum(len(row.scored(cached(row), unfed)) for row, unfed in prompts.items())
-        shares = _divide(remaining, unfed_of)
+        shares = _divide(remaining, {name: sum(prompts.values()) for name, prompts in filling.items()})
         scores = _divide(self._max_scored, unscored_of)
         for name, prompts in filling.items():
             for row, fed in _divide(shares[name], prompts).items():

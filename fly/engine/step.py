@@ -140,9 +140,8 @@ class Engine:
     def _take_several(self, rows: abc.Sequence[Row], seconds: float) -> bool:
         """Take the rows through several rounds in one call of the executor. Return False, with nothing changed, if the
         executor cannot do that for these rows, or if the strategy must be asked before each round."""
-        executor = self.runner.executor
         drafting = None
-        if not rows or not self.stretch or not executor.takes(rows):
+        if not rows or not self.stretch or not self.runner.executor.takes(rows):
             return False
         if self.strategy is not None and (drafting := self.strategy.continuation(rows)) is None:
             return False
@@ -150,21 +149,20 @@ class Engine:
         # Plan: describe the rows by plain values, and reserve room in the caches. Run: the executor proposes, verifies
         # and decides, again and again, until it reaches a limit of the plan or a block whose rule runs only in Python.
         plan = self.runner.plan(rows, left, drafting, min(self.stretch, seconds), self._hurry)
-        if plan is None or (rounds := executor.rounds(plan)) is None:
+        if plan is None or (rounds := self.runner.executor.rounds(plan)) is None:
             return False
         # Emit: the rows grow by the decisions of all rounds.
         self.runner.note_rounds(rows, drafting, plan, rounds)
         for row, decisions in zip(rows, rounds.decisions):
             apply(row, decisions, self.left(row))
-        report = None if drafting is None else drafting.report
-        if report is not None:
-            report(rounds.spent)
+        if drafting is not None and drafting.report is not None:
+            drafting.report(rounds.spent)
         # A block whose rule runs only in Python came back open: drafted and scored. Decide it as in a single round.
         if rounds.open is not None:
             begin = time.perf_counter()
             self._decide_open(rows, rounds.open)
-            if report is not None:
-                report([Spent(0, time.perf_counter() - begin, 0.0, 0.0)])
+            if drafting is not None and drafting.report is not None:
+                drafting.report([Spent(0, time.perf_counter() - begin, 0.0, 0.0)])
         return True
 
     def _decide_open(self, rows: abc.Sequence[Row], blocks: OpenBlocks) -> None:

@@ -121,11 +121,8 @@ class Runner:
         """Return the cached tokens of ``row``. A new row adopts pages that other rows filled with the same first
         tokens. It does not adopt tokens that must be fed again (``Row.shareable``)."""
         if (cached := self._cached.get(row.id)) is None:
-            allocator = self.cache.allocator
-            # another runner on the same cache may hold the row already
-            adopts = self.share and row.id not in allocator
             most = min([row.shareable, *(watch.begin(row) for watch in self._watches if row.k)])
-            shared = allocator.adopt(row.id, row.tokens[:most], row.params.cache_salt) if adopts else 0
+            shared = self.allocator.adopt(row.id, row.tokens[:most], row.params.cache_salt) if self.share else 0
             cached = self._cached[row.id] = row.tokens[:shared]
         return cached
 
@@ -167,16 +164,11 @@ class Runner:
             choices: the most likely token at each place, if the backend found it already.
         """
         device = logits_BJV.device
-        probs = None
-        greedy_B = None
-        if not all(row.greedy for row in rows):
-            sampling = BatchSampling.of([row.params for row in rows], device)
-            probs = self.executor.process(sampling, logits_BJV)
-            greedy_B = sampling.greedy_B if sampling.some_greedy else None
+        sampling = None if all(row.greedy for row in rows) else BatchSampling.of([row.params for row in rows], device)
         return Target(
             logits_BJV,
-            probs,
-            greedy_B=greedy_B,
+            None if sampling is None else self.executor.process(sampling, logits_BJV),
+            greedy_B=sampling.greedy_B if sampling is not None and sampling.some_greedy else None,
             control_V=self.control_V,
             generated_B=lambda: upload([row.generated for row in rows], device),
             relaxed_B=lambda: upload([row.stats.relaxed for row in rows], device),
@@ -345,8 +337,7 @@ class Runner:
         k = [min(row.k, most) for row, most in zip(rows, drafting.max_len)]
         drafts = any(map(most_drafted, k, left))
         drafter = drafting.runner if drafts else None
-        spec = drafting.spec
-        if drafter is not None and not self._runs_with(drafter, spec):
+        if drafter is not None and not self._runs_with(drafter, drafting.spec):
             return None
         context = sys.maxsize if drafter is None else drafter.executor.config.max_position_embeddings
         if any(len(row.tokens) >= context for row in rows):
@@ -355,8 +346,7 @@ class Runner:
             drafter = None
             k = [0]
             context = sys.maxsize
-        if drafter is None and drafting.runner is not None:
-            spec = DraftSpec()
+        spec = DraftSpec() if drafter is None and drafting.runner is not None else drafting.spec
         # Reserve room for as many tokens as the pages allow. This may evict cached prefixes of ended rows, but only
         # once: the pages that these rounds leave unused are free for the next rounds.
         for ahead in (min(most, 1 + _MAX_EXTRA // len(rows)) for most in _EXTRA_TOKENS):

@@ -81,11 +81,12 @@ class CpuExecutor(Executor):
             after = array("i", states)
             width = len(states) * self.config.hidden_size
             states_TF = torch.empty(len(batch.tokens), width, dtype=self.dtype)
-        packed = self.packed
-        packed.library.fly_score(packed.handle, ctypes.byref(call), which, logits_NV, argmax, after, states_TF)
-        if (kept := packed.kept) is None:
+        self.packed.library.fly_score(
+            self.packed.handle, ctypes.byref(call), which, logits_NV, argmax, after, states_TF
+        )
+        if (kept := self.packed.kept) is None:
             return Scores(logits_NV, argmax.tolist(), states_TF)
-        spread_NV = spread(logits_NV, packed.kept_U, self.config.vocab_size)
+        spread_NV = spread(logits_NV, self.packed.kept_U, self.config.vocab_size)
         return Scores(spread_NV, [kept[at] if at >= 0 else at for at in argmax], states_TF)
 
     def extend(
@@ -131,9 +132,8 @@ class CpuExecutor(Executor):
     def rounds(self, plan: RoundPlan) -> Rounds | None:
         drafter = plan.drafter
         assert drafter is None or isinstance(drafter, (CpuExecutor, CompiledHead))  # see ``joins``
-        lookup = None
-        if plan.spec.lookup is not None:
-            lookup = (drafter if isinstance(drafter, CpuExecutor) else self)._c_lookup(plan.spec.lookup)
+        reader = drafter if isinstance(drafter, CpuExecutor) else self  # who learns how often copies are right
+        lookup = None if plan.spec.lookup is None else reader._c_lookup(plan.spec.lookup)
         return take_rounds(self.packed, None if drafter is None else drafter.packed, plan, lookup)
 
     def _c_lookup(self, lookup: Lookup) -> CLookup:

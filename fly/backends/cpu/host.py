@@ -294,8 +294,9 @@ def decide_compiled(
     NaN."""
     logits_BJV = target.logits_BKV
     processed = target.lazy_distribution
-    probs_BKV = draft.probs_BKV
-    (count, longest), vocab = draft.shape, logits_BJV.shape[-1]
+    probs_BKV = None if target.all_greedy else draft.probs_BKV
+    count, longest = draft.shape
+    vocab = logits_BJV.shape[-1]
     if (
         draft.trees is not None
         or not is_compiled(policy, target.all_greedy)
@@ -305,11 +306,7 @@ def decide_compiled(
         or not all(0 <= token < vocab for chain in draft.chains for token in chain)
     ):
         return None
-    if target.all_greedy:
-        probs_BKV = None
-    elif probs_BKV is not None and not (
-        probs_BKV.dtype == torch.float32 and probs_BKV.shape == (count, longest, vocab)
-    ):
+    if probs_BKV is not None and (probs_BKV.dtype != torch.float32 or probs_BKV.shape != (count, longest, vocab)):
         return None
     sampling = processed.sampling if isinstance(processed, HostDistribution) else None
     rows = [(policy, target.all_greedy, seed, _TargetPast(target, b)) for b, seed in enumerate(seeds)]

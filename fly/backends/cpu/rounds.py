@@ -53,9 +53,7 @@ class _Results:
         blocks = Blocks(count, k, max_rounds, max(_MAX_MISMATCHES, 2 * count * (k + 1)))
         reads = [plan.drafter is not None and row.policy.reads_logits for row in plan.rows]
         drafter_KV = [torch.empty(k, target.vocab) if each else None for each in reads]
-        probs_BKV = None
-        if plan.sampling is not None and plan.drafter is not None:
-            probs_BKV = torch.empty(count, k, target.vocab)
+        probs_BKV = None if plan.sampling is None or plan.drafter is None else torch.empty(count, k, target.vocab)
         states_NF = None
         if plan.states:
             width = len(plan.states) * target.config.hidden_size
@@ -67,9 +65,7 @@ def take_rounds(target: PackedLlama, drafter: PackedLlama | None, plan: RoundPla
     """Implement ``Executor.rounds``."""
     # What the call reads: the rows' texts with room for what follows, their rules, and how the drafter drafts.
     batch = target.batch(None, None, plan.kv)
-    draft_batch = None
-    if drafter is not None and plan.draft_kv is not None:
-        draft_batch = drafter.batch(None, None, plan.draft_kv)
+    draft_batch = None if drafter is None or plan.draft_kv is None else drafter.batch(None, None, plan.draft_kv)
     texts = []
     for row, room in zip(plan.rows, plan.rooms):
         texts.append(array("q", row.tokens))
