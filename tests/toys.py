@@ -18,7 +18,7 @@ from fly.cache import BlockAllocator
 from fly.drafts.base import DraftStrategy, Loaded
 from fly.drafts.setup import TranslatingSetup
 from fly.models import DenseCausal, Llama, LlamaConfig, RopeScaling
-from fly.models.families import FAMILIES, FULL, SLIDING, Family, _all_slide
+from fly.models.families import FAMILIES, FULL, SLIDING, Family
 from fly.models.tokenizer import Tokenizer
 from fly.runner.executor import Batch, Executor, Head, Scores
 from fly.runner.runner import Runner
@@ -147,12 +147,10 @@ def llama_configs(
         "logits_scaling": draw(st.sampled_from([1.0, 6.0])),
     }
     kinds = st.sampled_from([FULL, SLIDING])
-    if family.layer_types is _all_slide:  # all of its layers are of one kind
-        types = [draw(kinds)] * layers
-    else:
-        types = draw(st.lists(kinds, min_size=layers, max_size=layers))
-    if family.output_norms:
-        types[0] = SLIDING  # transformers runs no Gemma without a window
+    usual = set(family.layer_types(family.defaults, 24))  # the kinds of its layers if a file lists none
+    types = [draw(kinds)] * layers if usual == {SLIDING} else draw(st.lists(kinds, min_size=layers, max_size=layers))
+    if usual == {FULL, SLIDING}:
+        types[0] = SLIDING  # transformers runs none of these without a window
     if types != [FULL] * layers:
         options |= {"layer_types": types, "sliding_window": draw(st.sampled_from([1, 3, 8, 30]))}
     scaling = draw(rope_scalings())
