@@ -293,7 +293,7 @@ class Target:
         self._relaxed_at = relaxed_at
         if choices is not None:
             self.__dict__["choices"] = choices
-        self.has_no_nan = choices is not None  # not said of other logits: they were not checked
+        self.has_no_nan = choices is not None  # False: nobody has checked
 
     @property
     def lazy_distribution(self) -> LazyDistribution | None:

@@ -339,11 +339,11 @@ class Executor(ABC):
         decisions: dict[int, Decision] = {}
         for policy, numbers in groups:
             index_B = self.numbers(numbers)
-            some_targets = target.rows(index_B, numbers)
-            some_drafts = draft.rows(index_B, numbers)
+            target_part = target.rows(index_B, numbers)
+            draft_part = draft.rows(index_B, numbers)
             some_seeds = [seeds[b] for b in numbers]
             some_starts = [starts[b] for b in numbers]
-            decisions |= zip(numbers, self.decide(policy, some_targets, some_drafts, some_seeds, some_starts))
+            decisions |= zip(numbers, self.decide(policy, target_part, draft_part, some_seeds, some_starts))
         return [decisions[b] for b in range(len(rows))]
 
     def embedding(self) -> Tensor:
