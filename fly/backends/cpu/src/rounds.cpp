@@ -54,15 +54,15 @@ void Series::choose_drafts() {
 // tokens the row drafts.
 int Series::look_beside(int i) {
     constexpr int AGREE = 2;
-    const int b = draft.row[i], from_head = proposed[i];
+    const int b = draft.row[i], own = proposed[i];
     const RoundRow& row = args->row[b];
     const int most = min_of<int64_t>(lookup->most, most_drafted(row, row.left));
-    if (from_head <= AGREE || !target->variant->look_up(*lookup, row.copied, row.length, most)) return from_head;
+    if (own <= AGREE || !target->variant->look_up(*lookup, row.copied, row.length, most)) return own;
     const int32_t* copies = row.copied + row.length;
     int64_t* tokens = chain + i * args->longest;
     int n = 0;
     for (bool ended = false; n < most && !ended && copies[n] >= 0 && copies[n] < vocab; n++) ended = ends(b, copies[n]);
-    bool alike = n >= from_head;
+    bool alike = n >= own;
     for (int at = 0; at < AGREE; at++) alike &= copies[at] == tokens[at];
     for (int at = AGREE; alike && at < n; at++) {
         tokens[at] = copies[at];
@@ -71,7 +71,7 @@ int Series::look_beside(int i) {
         memset(certain, 0, vocab * sizeof(float));
         certain[copies[at]] = 1;
     }
-    return alike ? n : from_head;
+    return alike ? n : own;
 }
 
 // Proposes tokens for all rows, and writes them after the rows' texts. Returns an error or OK.
