@@ -268,30 +268,30 @@ def declared(kind: type = EngineOptions) -> dict[str, FieldInfo]:
     return {name: FieldInfo.from_annotation(hint) for name, hint in hints.items()}
 
 
-def check_options(given: Mapping[str, Any]) -> EngineOptions:
-    """Return all options, those that are not ``given`` with their defaults.
+def check_options(values: Mapping[str, Any]) -> EngineOptions:
+    """Return all options, those that have none of these ``values`` with their defaults.
 
     Raises ``TypeError`` for an unknown option, with the choices, and ``ValueError`` for a wrong value.
     """
     option_names = ["model", "draft", "policy", "k", "ranks", *_Options.model_fields]
-    if unknown := next((name for name in given if name not in option_names), None):
+    if unknown := next((name for name in values if name not in option_names), None):
         if unknown in _OfRanks.model_fields:
             raise TypeError(f"{unknown!r} is no option of LLM, but of fly.parallel.launch, which makes its ranks")
         if unknown == "exits":
             raise TypeError("'exits' is no option of LLM: give it early_exit.load(model, exits), of fly.extras")
         raise TypeError(f"{unknown!r} is no option of LLM{suggest(unknown, option_names)}")
-    return cast(EngineOptions, _validate(_Options, given))
+    return cast(EngineOptions, _validate(_Options, values))
 
 
-def check_sharing(given: Mapping[str, Any]) -> OfRanks:
+def check_sharing(values: Mapping[str, Any]) -> OfRanks:
     """Return how ranks share a model. Raises ``ValueError`` for a wrong value."""
-    return cast(OfRanks, _validate(_OfRanks, given))
+    return cast(OfRanks, _validate(_OfRanks, values))
 
 
-def _validate(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def _validate(model: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a model, checked. Raises ``ValueError`` for a wrong value."""
     try:
-        return dict(model.model_validate(given))
+        return dict(model.model_validate(values))
     except ValidationError as error:
         raise ValueError(explain(error)) from None
 

@@ -109,17 +109,18 @@ class Registry:
             self._check(attribute, path, f"{self.wanted}, or an instance of one")
         return attribute
 
-    def _check(self, found: object, source: str, wanted: str) -> None:
-        if not (isinstance(found, type) and issubclass(found, self.bases) and self.usable(found)):
-            raise ValueError(f"{source}: must be {wanted}, got {found!r}")
+    def _check(self, kind: object, source: str, wanted: str) -> None:
+        """Raise ``ValueError`` unless ``kind`` is a class that texts may name."""
+        if not (isinstance(kind, type) and issubclass(kind, self.bases) and self.usable(kind)):
+            raise ValueError(f"{source}: must be {wanted}, got {kind!r}")
 
 
 @dataclass
 class Source:
-    """Reads a text that describes a policy or a draft. Its errors begin with the text."""
+    """Reads a ``description`` of a policy or a draft: a mapping, or a text (``Text``). Its errors begin with that."""
 
     registry: Registry
-    given: Any
+    description: Any
     trusted: bool  # whether ``module:Class`` may import
     named: set[str] = field(default_factory=set)  # collects the names that are looked up
     defaults: Mapping[str, Any] = field(default_factory=dict)  # values for parameters with these names
@@ -130,7 +131,7 @@ class Source:
 
     @property
     def _start(self) -> str:
-        return f"{self.registry.kind} {self.given!r}"
+        return f"{self.registry.kind} {self.description!r}"
 
     def find(self, name: str) -> Any:
         """Return the class, preset or finished instance of a name or a class path.
@@ -150,9 +151,9 @@ class Source:
         yours = ", or one of yours, as 'module:Class'" if self.trusted else ""
         raise self.error(f"{name!r} is unknown{hint or f'; {choices_text}{self.registry.more}{yours}'}")
 
-    def argument(self, given: Any, hint: Any) -> Any:
+    def argument(self, argument: Any, hint: Any) -> Any:
         """Return the value of an argument whose parameter has the annotation ``hint``."""
-        return given
+        return argument
 
     def build(self, make: Any, name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """Check the types of the arguments, and call the class or function ``make`` with them. If ``make`` is an
@@ -205,15 +206,15 @@ class Text(Source):
         self._words: dict[str, str] = {}
         word = rf"(?P<word>{self.registry.word}|\b_word_\w*)"
         try:
-            tree = _parse(re.sub(_KEPT + word, self._stand_in, self.given.strip()))
+            tree = _parse(re.sub(_KEPT + word, self._stand_in, self.description.strip()))
         except _UNREADABLE as error:
             reason = f" ({error.msg})" if isinstance(error, SyntaxError) else ""
             raise ValueError(f"{self._start} is not an expression such as {self.registry.example!r}{reason}") from error
         try:
             return build(tree)
         except RecursionError:
-            start = f"{self.registry.kind} of {len(self.given)} characters"
-            raise ValueError(f"{start} is nested too deeply: {self.given[:40]!r}...") from None
+            start = f"{self.registry.kind} of {len(self.description)} characters"
+            raise ValueError(f"{start} is nested too deeply: {self.description[:40]!r}...") from None
 
     def source(self, node: ast.expr) -> str:
         """Return the part of the text that became ``node``, except for spaces."""
@@ -223,8 +224,8 @@ class Text(Source):
         """Call ``build`` with the arguments of a call."""
         return self.build(make, name, call.args, {str(keyword.arg): keyword.value for keyword in call.keywords})
 
-    def argument(self, given: ast.expr, hint: Any) -> Any:
-        return self.value(given)
+    def argument(self, argument: ast.expr, hint: Any) -> Any:
+        return self.value(argument)
 
     def value(self, node: ast.expr) -> Any:
         """Read a plain value; a bare word is a string, as in ``entropy=normalized``."""

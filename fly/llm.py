@@ -201,7 +201,7 @@ class LLM:
             executor = executor.deterministic()
         self.vocabulary = self._vocabulary_of(executor.config.vocab_size, executor.device)
         # Policies that hold the same become one object, whose cached values are computed once.
-        self._bind_once = lru_cache(256)(partial(_bind_to, self.vocabulary))
+        self._bind = lru_cache(256)(partial(_bind_to, self.vocabulary))
         control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
         target = Runner(executor, None, control, settings["prefix_reuse"], self.tokenizer)
 
@@ -223,7 +223,7 @@ class LLM:
             strategy = setup.attach(strategy)
 
         if strategy is not None and self.k:
-            check_rule(self._bind(self.policy), strategy)
+            check_rule(self._bind(self.policy.keyed), strategy)
 
         # The caches, whose size depends on all models.
         block_size = settings["block_size"] or block_size_for(executor.device)
@@ -233,7 +233,7 @@ class LLM:
         workload = Workload(
             rows=max_rows,
             k=0 if strategy is None else self.k,
-            policy=self._bind(self.policy),
+            policy=self._bind(self.policy.keyed),
             step_tokens=step_tokens,
             scored=min(step_tokens, max_scored(max_rows, executor.config.vocab_size)),
             block_size=block_size,
@@ -269,7 +269,8 @@ class LLM:
             if max_context is not None and max_context > model_context:
                 raise ValueError(f"max_context {max_context} is more than the {model_context} tokens that {model} has")
             loaded = load_model(checkpoint or model, settings["dtype"], settings["device"], kernels, by, max_context)
-            executor, self.tokenizer = loaded.executor, loaded.tokenizer
+            executor = loaded.executor
+            self.tokenizer = loaded.tokenizer
             if loaded.checkpoint is not None:
                 self.eos_ids = read_eos_ids(loaded.checkpoint, executor.config.vocab_size)
                 self.default_params = read_sampling_defaults(loaded.checkpoint, executor.config.vocab_size)
@@ -323,7 +324,8 @@ class LLM:
         facts = self.engine.runner.executor.describe()
         if facts:
             cache = self.engine.runner.cache
-            tokens, size = cache.allocator.num_blocks * cache.allocator.block_size, 2 * cache.keys.nbytes
+            tokens = cache.allocator.num_blocks * cache.allocator.block_size
+            size = 2 * cache.keys.nbytes
             facts.append(f"a cache of {tokens:,} tokens ({size / 1e9:.1f} GB), at most {self.scheduler.max_rows} rows")
         return " · ".join(facts)
 
@@ -369,7 +371,8 @@ class LLM:
             Exception: an error of a policy or a strategy on one of these prompts. Other calls go on.
             Stopped: the engine was closed or has failed. Calls that were waiting raise the failure itself.
         """
-        requests = self._requests_of(prompt_list := listed(prompts), params, options)
+        prompt_list = listed(prompts)
+        requests = self._requests_of(prompt_list, params, options)
         if requests:
             with _shown(requests, progress and self._leads):
                 self.worker.run(Job(requests))
@@ -379,7 +382,8 @@ class LLM:
         """Do what ``generate`` does, for coroutines: any number of them may wait, on any event loop, without threads of
         their own. Cancelling the task ends its requests. Arguments, result and errors are those of ``generate``,
         without ``progress``."""
-        requests = self._requests_of(prompt_list := listed(prompts), params, options)
+        prompt_list = listed(prompts)
+        requests = self._requests_of(prompt_list, params, options)
         if requests:
             await self.worker.arun(Job(requests, loop=asyncio.get_running_loop()))
         return self._answers(prompt_list, requests)
@@ -488,9 +492,10 @@ class LLM:
         _refuse_unknown(fields, ("sampling_params", *_OWN))
         if fields:
             chosen_params = self.default_params if chosen_params is None else chosen_params
-            is_list = isinstance(chosen_params, (list, tuple))
-            changed_params = [_changed(one, fields) for one in (chosen_params if is_list else [chosen_params])]
-            chosen_params = changed_params if is_list else changed_params[0]
+            if isinstance(chosen_params, (list, tuple)):
+                chosen_params = [_changed(each, fields) for each in chosen_params]
+            else:
+                chosen_params = _changed(chosen_params, fields)
         return self.requests(prompts, chosen_params, **call_options, streamed=streamed)
 
     def requests(
@@ -536,7 +541,8 @@ class LLM:
             others = [row.sample(derive(row.seed, -sample)) for sample in range(1, row.params.n)]
             if not row.params.max_tokens:  # the first completion scores the prompt for all
                 for other in others:
-                    other.finish_reason, other.prompt_logprobs = "length", row.prompt_logprobs
+                    other.finish_reason = "length"
+                    other.prompt_logprobs = row.prompt_logprobs
             # Under a grammar there is no reasoning, unless the prompt has begun it.
             chat = prompt if isinstance(prompt, ChatPrompt) else ChatPrompt(())
             thinking = chat.thinking if row.matcher is None or chat.shown else None
@@ -561,7 +567,8 @@ class LLM:
         if draft and draft not in self.draft_names:
             names = self.draft_names or "none; LLM(..., draft='choose(small=fly-draft, copy=ngram)') loads two"
             raise ValueError(f"draft {draft!r} is not loaded; choices: {names}")
-        tokens, config = self._tokens_of(prompt), self.engine.runner.executor.config
+        config = self.engine.runner.executor.config
+        tokens = self._tokens_of(prompt)
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params {shorten(params)} must be SamplingParams; or give keywords, as in temperature=0")
         if not tokens:
@@ -589,7 +596,7 @@ class LLM:
             tokens=tokens,
             prompt_length=len(tokens),
             params=params,
-            policy=self._bind(policy),
+            policy=self._bind(policy.keyed),
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
             k=_check_k(k),
             stop_ids=eos | set(params.stop_token_ids),
@@ -617,10 +624,6 @@ class LLM:
             raise ValueError(f"prompt {shorten(prompt)} is neither a text nor a list of token ids{for_chat(prompt)}")
         return [int(token) for token in prompt]
 
-    def _bind(self, policy: AcceptancePolicy) -> AcceptancePolicy:
-        """Bind a policy to the vocabulary, once."""
-        return self._bind_once(policy.keyed)
-
     @cached_property
     def grammars(self) -> runner.Grammars:
         """The grammars of structured outputs."""
@@ -644,7 +647,8 @@ class LLM:
                 f"{name!r} is for the chat template; give it as chat_template_kwargs={{{name!r}: {value}}}"
             )
         _refuse_unknown(fields, ("sampling_params", *_OWN, "tools", "chat_template_kwargs"))
-        tools, variables = options.pop("tools", None), options.pop("chat_template_kwargs", None) or {}
+        tools = options.pop("tools", None)
+        variables = options.pop("chat_template_kwargs", None) or {}
         conversations = messages if _several(messages) else [messages]
         return [self.chat_prompt(conversation, tools=tools, **variables) for conversation in conversations], options
 
@@ -691,15 +695,15 @@ def _check_k(k: int) -> int:
     return k
 
 
-def _name_of(given: object) -> str:
+def _name_of(source: object) -> str:
     """Return a short name of a model or a draft."""
-    if isinstance(given, LLM):
-        return given._named[0]
-    if given is None or isinstance(given, (str, Path)):
-        return repr(None if given is None else str(given))
-    model = getattr(given, "model", None)  # a draft strategy of one model has this
+    if isinstance(source, LLM):
+        return source._named[0]
+    if source is None or isinstance(source, (str, Path)):
+        return repr(None if source is None else str(source))
+    model = getattr(source, "model", None)  # a draft strategy of one model has this
     name = model.name if isinstance(model, Path) else model
-    return f"{type(given).__name__}({name!r})" if isinstance(name, str) else type(given).__name__
+    return f"{type(source).__name__}({name!r})" if isinstance(name, str) else type(source).__name__
 
 
 def _one_each(value: Any, count: int, name: str) -> list[Any]:
@@ -778,9 +782,10 @@ def _changed(params: object, fields: dict[str, Any]) -> SamplingParams:
         raise ValueError(explain(error)) from None
 
 
-def _refuse_unknown(fields: abc.Iterable[str], own: abc.Iterable[str]) -> None:
-    """Raise ``ValueError`` for an option that is neither a field of ``SamplingParams`` nor among the call's ``own``."""
-    option_names = [*SamplingParams.model_fields, *own]
+def _refuse_unknown(fields: abc.Iterable[str], others: abc.Iterable[str]) -> None:
+    """Raise ``ValueError`` for an option that is neither a field of ``SamplingParams`` nor among the ``others`` of the
+    call."""
+    option_names = [*SamplingParams.model_fields, *others]
     for name in fields:
         if name == "stream":
             raise ValueError("'stream' is no option: stream(prompt) streams, and stream(chat_prompt(messages))")

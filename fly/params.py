@@ -57,12 +57,12 @@ class _Params(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _fields_exist(cls, given: object) -> object:
+    def _fields_exist(cls, values: object) -> object:
         fields = list(cls.model_fields)
-        for name in given if isinstance(given, dict) else ():
+        for name in values if isinstance(values, dict) else ():
             if name not in fields:
                 raise ValueError(f"{str(name)!r} is no field of {cls.__name__}{suggest(str(name), fields)}")
-        return given
+        return values
 
 
 class StructuredOutput(_Params):

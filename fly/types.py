@@ -282,7 +282,8 @@ class Target:
         self.logits_BKV = logits_BKV
         self._probs = probs
         self._greedy = greedy_B
-        self.all_greedy, self.some_greedy = probs is None, probs is None or greedy_B is not None
+        self.all_greedy = probs is None
+        self.some_greedy = probs is None or greedy_B is not None
         self.control_V = control_V
         self._history = history
         self._generated = generated_B
@@ -292,7 +293,7 @@ class Target:
         self._relaxed_at = relaxed_at
         if choices is not None:
             self.__dict__["choices"] = choices
-        self.checked = choices is not None
+        self.has_no_nan = choices is not None  # False: nobody has checked
 
     @property
     def lazy_distribution(self) -> LazyDistribution | None:
@@ -417,7 +418,7 @@ class Target:
         # Once a one-hot distribution has been built, ``about`` cannot tell that all rows are greedy.
         rows.all_greedy = self.all_greedy
         rows.some_greedy = self.some_greedy
-        rows.checked = self.checked
+        rows.has_no_nan = self.has_no_nan
         return rows
 
     def about(
@@ -533,3 +534,8 @@ class Decision(NamedTuple):
     bonus: bool  # whether no drafted token follows the path; otherwise the next token is a correction
     choices: list[int]  # the target's most likely token after the row, and after each drafted token
     mismatches: abc.Sequence[Mismatch] = ()
+
+    @property
+    def end(self) -> int:
+        """The place where the path ends: 0 after the row, node + 1 after a drafted token."""
+        return self.path[-1] + 1 if len(self.path) else 0

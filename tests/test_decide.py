@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fly.backends.cpu import available, why_not
-from fly.backends.cpu.host import Blocks, HostDecisions, _clauses_of, is_compiled, lay_rules
-from fly.backends.cpu.host import _decide as decide_compiled
+from fly.backends.cpu.host import Blocks, HostDistribution, clauses_of, decide_compiled, is_compiled, lay_rules
 from fly.backends.cpu.library import CRules, clause_kinds, fast_call, variant_number
 from fly.policies import Exact, condition_types, parse_policy, policy_types
 from fly.policies.conditions import Clause
@@ -85,7 +84,7 @@ RULES = [
 ]
 
 
-class OnHost(HostDecisions):
+class Plain(Executor):
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         raise NotImplementedError
 
@@ -116,7 +115,7 @@ def blocks(draw: st.DrawFn) -> tuple[Target, Draft, list[int], list[int]]:
         top_k, min_p = draw(st.sampled_from([0, 4])), draw(st.sampled_from([0.0, 0.05]))
         asked = [SamplingParams(temperature=t, top_k=top_k, min_p=min_p) for t in temperatures]
         sampling = BatchSampling.of(asked)
-        probs, greedy_B = OnHost().process(sampling, logits_BJV), sampling.greedy_B
+        probs, greedy_B = HostDistribution(sampling, logits_BJV), sampling.greedy_B
         if drawn:
             probs_BKV = torch.randn(count, longest, vocab, generator=generator).softmax(-1)
             draft = Draft(draft.tokens_BK, draft.lengths_B, probs_BKV)
@@ -157,7 +156,7 @@ def test_compiled_decisions_are_those_of_the_tensor_rule(
     policy = parse_policy(rule).bind(toy_vocabulary(target.logits_BKV.shape[-1]))
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("fly.backends.cpu.host.default_number", lambda: variant_number(variant))
-        wanted = Executor.decide(OnHost(), policy, target, draft, seeds, starts)
+        wanted = Plain().decide(policy, target, draft, seeds, starts)
         budgets = () if policy.relaxation is None else policy.relaxation.budgets
         wanted = [add_costs(budgets, target, draft, b, decision) for b, decision in enumerate(wanted)]
         found = decide_compiled(policy, target, draft, seeds, starts)
@@ -178,7 +177,7 @@ def test_compiled_decisions_are_those_of_the_tensor_rule(
 def test_known_rules_are_compiled(rule: str, temperature: float) -> None:
     logits_BJV, draft = torch.randn(2, 4, VOCAB), Draft.of([[1, 2, 3], [4]])
     params = [SamplingParams(temperature=temperature)] * 2
-    probs = OnHost().process(BatchSampling.of(params), logits_BJV) if temperature else None
+    probs = HostDistribution(BatchSampling.of(params), logits_BJV) if temperature else None
     assert is_compiled(parse_policy(rule), greedy=not temperature)
     found = decide_compiled(parse_policy(rule), Target(logits_BJV, probs), draft, [1, 2], [5, 6])
     assert found is not None and [one.drafted for one in found] == draft.chains
@@ -203,7 +202,7 @@ def test_the_command_marks_what_is_compiled() -> None:
         policy = rule()
         if name == "asd":  # a composition is listed under no policy
             continue
-        assert marks[name] == (is_compiled(policy, greedy=False) and _clauses_of(policy) is not None), name
+        assert marks[name] == (is_compiled(policy, greedy=False) and clauses_of(policy) is not None), name
     needed = {"phase": (1, 2), "token": ("digits",)}
     for name, kind in condition_types().items():
         condition = kind(*needed.get(name, ())).bind(toy_vocabulary(VOCAB))
@@ -240,14 +239,13 @@ def test_sizes_and_numbers_are_checked_by_the_call() -> None:
         call(made([1], asks=2), whole, "fly")
 
 
-def clauses_of(rule: str) -> list[Clause]:
-    policy = parse_policy(rule).bind(toy_vocabulary(VOCAB))
-    return (policy.compiled_gate if policy.relaxation is None else policy.relaxation.compiled) or []
+def read_clauses(rule: str) -> list[Clause]:
+    return clauses_of(parse_policy(rule).bind(toy_vocabulary(VOCAB))) or []
 
 
 def test_rules_here_have_each_kind_of_clause_that_the_library_lists() -> None:
     """So each kind is compared with the tensor rule, and hands over exactly the values that the library names."""
-    compared = {clause.kind: clause for rule in RULES for clause in clauses_of(rule)}
+    compared = {clause.kind: clause for rule in RULES for clause in read_clauses(rule)}
     assert sorted(compared) == sorted(clause_kinds()), "a kind without a rule in RULES, or one that nothing compiles"
     for kind, (_, names) in clause_kinds().items():
         assert sorted(compared[kind].values) == sorted(names), kind
@@ -283,7 +281,7 @@ def test_sizes_that_users_reach(temperature: float) -> None:
     takes_second_BJ = torch.arange(longest + 1) % 5 == 4
     draft = Draft.of(torch.where(takes_second_BJ, second_BJ, likely_BJ)[:, :longest].tolist())
     params = [SamplingParams(temperature=temperature)] * rows
-    probs = OnHost().process(BatchSampling.of(params), logits_BJV) if temperature else None
+    probs = HostDistribution(BatchSampling.of(params), logits_BJV) if temperature else None
     history = [[2] * 40 for _ in range(rows)]
     target = Target(logits_BJV, probs, choices=likely_BJ.tolist(), history=history)
     costs = "at_most(3) & regret_budget(9) & nats(99)"
@@ -293,7 +291,7 @@ def test_sizes_that_users_reach(temperature: float) -> None:
     assert temperature or {len(one.path) for one in found} == {19}  # the fourth mismatch
     few = [0, rows - 1]
     index_B = torch.tensor(few)
-    wanted = Executor.decide(OnHost(), policy, target.rows(index_B, few), draft.rows(index_B, few), few, [40, 40])
+    wanted = Plain().decide(policy, target.rows(index_B, few), draft.rows(index_B, few), few, [40, 40])
     assert [told(found[b]) for b in few] == [told(one) for one in wanted]
 
 
@@ -317,7 +315,7 @@ def test_what_compiled_code_would_misread_is_left_to_tensors() -> None:
     sampling = BatchSampling.of([SamplingParams()])
 
     def decide(draft: Draft, logits_BJV: Tensor = logits_BJV) -> list[Decision] | None:
-        target = Target(logits_BJV, OnHost().process(sampling, logits_BJV))
+        target = Target(logits_BJV, HostDistribution(sampling, logits_BJV))
         return decide_compiled(Exact(), target, draft, [1], [9])
 
     tokens_BK, lengths_B = torch.tensor([[3, 5]]), torch.tensor([2])

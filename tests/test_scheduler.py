@@ -149,7 +149,7 @@ class Simulation(RuleBasedStateMachine):
     def start(self, name: str, room: int, size: int, max_rows: int, step_tokens: int, scores: int) -> None:
         self.name = name
         self.scheduler = make_scheduler(name, -(-room // size), size, max_rows=max_rows, step_tokens=step_tokens)
-        self.scheduler._scores = max_rows + scores
+        self.scheduler._max_scored = max_rows + scores
         self.open: dict[int, tuple[Row, Asked]] = {}
         self.told: dict[int, list[int]] = {}
 

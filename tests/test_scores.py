@@ -38,7 +38,7 @@ def test_they_are_those_of_transformers(config: Any, seed: int, data: st.DataObj
     prompts.append((prompts[0] * context)[: context + 1])
     starts = [data.draw(st.integers(0, len(prompt))) for prompt in prompts]
     llm = LLM(model, NGramDraft(), FLy(), block_size=data.draw(st.integers(1, 8)))
-    llm.scheduler.step_tokens, llm.scheduler._scores = data.draw(st.integers(1, 80)), data.draw(st.integers(1, 40))
+    llm.scheduler.step_tokens, llm.scheduler._max_scored = data.draw(st.integers(1, 80)), data.draw(st.integers(1, 40))
     params = [
         SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=2, prompt_logprobs_start=start) for start in starts
     ]
@@ -87,7 +87,7 @@ def test_several_completions_have_the_scores_of_their_one_prompt() -> None:
 def test_a_long_scored_prompt_does_not_block_others() -> None:
     """Those that decode take part in every step meanwhile, and short prompts come in beside it."""
     scheduler = Scheduler(Engine(Runner(HashModel(), PagedKVCache(HashModel().config, 200, 2))), step_tokens=64)
-    scheduler._scores = 4
+    scheduler._max_scored = 4
 
     def row(tokens: list[int], client: str, **params: Any) -> Row:
         return Row(tokens, len(tokens), SamplingParams(temperature=0, **params), Exact(), 0, 0, client=client)

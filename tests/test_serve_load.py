@@ -114,7 +114,7 @@ def test_many_streams_of_which_a_third_leaves() -> None:
         assert eventually(lambda: server.all_free and server.service.open == 0)
         assert httpx.get(f"{server.url}/health").status_code == 200
         llm, worker = server.service.llm, server.service.llm.worker
-        assert not llm.scheduler and not worker._open and not worker._rows and not worker._wanted and not worker.jobs
+        assert not llm.scheduler and not worker._open and not worker._owners and not worker._wanted and not worker.jobs
         assert worker.submitted == worker.load.taken
     llm = alone()
     finished = [(body, texts) for body, texts in zip(bodies, got) if texts is not None]

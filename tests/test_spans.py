@@ -147,7 +147,7 @@ CALLS: dict[str, Callable[[], None]] = {
 WILL_DO = {
     "start", "count", "control", "stops", "draft_logits",  # this call does not use it
     # One argument there says by its size how many values there are.
-    "score", "step", "uniforms", "mismatch", "_decide", "decisions",
+    "score", "step", "uniforms", "mismatch", "decide_compiled", "decisions",
 }  # fmt: skip
 NAME = re.compile(r"compiled code was given \d+ bytes of '([^']+)', and needs \d+")
 

@@ -70,7 +70,7 @@ def llm() -> Iterator[LLM]:
     with make() as made:
         yield made
         assert eventually(lambda: whole(made) and not made.scheduler and not made.worker.jobs)
-        assert not made.worker._rows and not made.worker._open and not made.worker._wanted
+        assert not made.worker._owners and not made.worker._open and not made.worker._wanted
 
 
 asked = st.fixed_dictionaries(

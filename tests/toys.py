@@ -146,11 +146,11 @@ def llama_configs(
         "residual_multiplier": draw(st.sampled_from([1.0, 0.22])),
         "logits_scaling": draw(st.sampled_from([1.0, 6.0])),
     }
-    alike = {"mistral": st.just([SLIDING] * layers), "phi3": st.sampled_from([[FULL] * layers, [SLIDING] * layers])}
-    each = st.lists(st.sampled_from([FULL, SLIDING]), min_size=layers, max_size=layers)
-    types = draw(alike.get(family.name, each))
-    if family.output_norms:
-        types[0] = SLIDING  # transformers runs no Gemma without a window
+    kinds = st.sampled_from([FULL, SLIDING])
+    usual = set(family.layer_types(family.defaults, 24))  # the kinds of its layers if a file lists none
+    types = [draw(kinds)] * layers if usual == {SLIDING} else draw(st.lists(kinds, min_size=layers, max_size=layers))
+    if usual == {FULL, SLIDING}:
+        types[0] = SLIDING  # transformers runs none of these without a window
     if types != [FULL] * layers:
         options |= {"layer_types": types, "sliding_window": draw(st.sampled_from([1, 3, 8, 30]))}
     scaling = draw(rope_scalings())

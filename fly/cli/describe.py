@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from fly.backends.cpu.host import is_compiled
+from fly.backends.cpu.host import clauses_of, is_compiled
 from fly.cli.show import console, print_list
 from fly.drafts.model import SingleDraft
 from fly.drafts.registry import STRATEGIES, checkpoint_type
@@ -119,7 +119,7 @@ def describe_compiled(policy: AcceptancePolicy) -> str:
     """Say whether compiled code decides by a policy, on a CPU that has compiled kernels."""
     if not is_compiled(policy, greedy=True):
         return "no: Python decides every block"
-    if policy.relaxation is not None and policy.relaxation.compiled is None:
+    if clauses_of(policy) is None:
         return _IN_PART
     return "yes" if is_compiled(policy, greedy=False) else "at temperature 0 alone"
 

@@ -387,14 +387,14 @@ def is_built_in(kind: type[DraftStrategy]) -> bool:
     return kind.__module__.startswith("fly.")
 
 
-def drafted_of(rows: int, active: list[int], found: Drafted) -> Draft:
-    """Return a draft for all rows: the tokens in ``found`` for the ``active`` rows, and no token for the others."""
-    if found.parents is not None:
-        grown = dict(zip(active, zip(found.tokens, found.parents)))
+def drafted_of(rows: int, active: list[int], drafted: Drafted) -> Draft:
+    """Return a draft for all rows: the tokens in ``drafted`` for the ``active`` rows, and no token for the others."""
+    if drafted.parents is not None:
+        grown = dict(zip(active, zip(drafted.tokens, drafted.parents)))
         return pad_trees([grown.get(b, ([], [])) for b in range(rows)])
-    chains = dict(zip(active, found.tokens))
+    chains = dict(zip(active, drafted.tokens))
     proposal = Draft.of([chains.get(b, []) for b in range(rows)])
-    if found.probs_BKV is None and found.logits_BKV is None:
+    if drafted.probs_BKV is None and drafted.logits_BKV is None:
         return proposal
 
     def spread_rows(values_AKV: torch.Tensor | None) -> torch.Tensor | None:
@@ -406,7 +406,8 @@ def drafted_of(rows: int, active: list[int], found: Drafted) -> Draft:
         values_BKV = values_AKV.new_zeros(rows, *values_AKV.shape[1:])
         return values_BKV.index_copy_(0, upload(active, values_AKV.device), values_AKV)
 
-    probs_BKV, logits_BKV = spread_rows(found.probs_BKV), spread_rows(found.logits_BKV)
+    probs_BKV = spread_rows(drafted.probs_BKV)
+    logits_BKV = spread_rows(drafted.logits_BKV)
     return Draft(proposal.tokens_BK, proposal.lengths_B, probs_BKV, logits_BKV=logits_BKV)
 
 

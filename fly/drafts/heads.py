@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fly.cache import BlockAllocator, OutOfBlocks, PagedBatch, PagedKVCache
 from fly.runner.drafting import Batch, Drafted, DraftSpec
-from fly.runner.executor import Executor, Given, Head
+from fly.runner.executor import Executor, Head, HeadInput
 from fly.runner.request import Row, common_prefix
 from fly.runner.runner import Runner
 from fly.runner.sampling import BatchSampling
@@ -145,10 +145,10 @@ class HeadRunner:
         """How many slots a draft of one token takes after the row's tokens."""
         return self.head.room(1, DraftSpec())
 
-    def read_states(self, rows: abc.Sequence[Row], kv: PagedBatch) -> Given:
+    def read_states(self, rows: abc.Sequence[Row], kv: PagedBatch) -> HeadInput:
         first = [self._held[row.id].first for row in rows]
         unread = [range(n + start, n + start + count) for n, start, count in zip(first, kv.starts, kv.counts)]
-        return Given(first, self._states_before(rows, unread))
+        return HeadInput(first, self._states_before(rows, unread))
 
     def note_cached(self, row: Row, text: list[int]) -> None:
         self._held[row.id].text = text

@@ -105,7 +105,8 @@ class SingleDraft(StopsByChance):
         self.model = describe(model, dtype, device)
         self.options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
         self.options |= {"cache_tokens": cache_tokens, "block_size": block_size, "vocabulary": vocabulary}
-        self.draft, self.policy = draft, policy or Exact()
+        self.draft = draft
+        self.policy = policy or Exact()
         self._runner: Runner | None = None
         self.spare = 0 if draft is None else draft.spare
 
@@ -113,7 +114,8 @@ class SingleDraft(StopsByChance):
         if self._runner is not None:
             raise ValueError(f"this {type(self).__name__} drafts for another model already; make a new one")
         self._runner = setup.load(self.model, **self.options)
-        self.vocab_size, self.context = self.runner.executor.config.vocab_size, self.runner.context
+        self.vocab_size = self.runner.executor.config.vocab_size
+        self.context = self.runner.context
         # The level below drafts for this model, so bind it and this level's rule to this model's vocabulary.
         below = setup.below(self.runner)
         self.policy = self.policy.bind(below.vocabulary)
@@ -157,7 +159,8 @@ class SingleDraft(StopsByChance):
         active = [b for b, n in enumerate(most) if n]
         if not active:
             return Draft.empty(len(rows), self.runner.executor.device)
-        going, lengths = [rows[b] for b in active], [most[b] for b in active]
+        going = [rows[b] for b in active]
+        lengths = [most[b] for b in active]
         greedy = all(row.greedy for row in going)
         if not greedy and not self._lossless:
             raise ValueError(f"a draft level verified by {self.policy} has no known distribution above temperature 0")
@@ -236,7 +239,8 @@ class SingleDraft(StopsByChance):
             goes_on = []
             for n, (each, (ids, places)) in enumerate(zip(active, new)):
                 row = each.row
-                ids, sure = until_end(ids, row), True
+                ids = until_end(ids, row)
+                sure = True
                 at_N = sent(torch.tensor([[n] * len(ids), places[: len(ids)]]), target.logits_BKV.device).unbind(0)
                 if each.certainty.may_stop:
                     probs_NV = target.logits_BKV[at_N].softmax(-1) if row.greedy else target.probs_at(*at_N)

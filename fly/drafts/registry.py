@@ -138,16 +138,16 @@ class _Reader(Text):
             raise self.error(f"{self.source(node)!r} is no strategy")
         return _of_checkpoint(word, self.defaults, level)
 
-    def argument(self, given: ast.expr, hint: Any) -> Any:
+    def argument(self, argument: ast.expr, hint: Any) -> Any:
         """Read an argument, as a strategy or a policy if its annotation says so. Lists and tuples may hold these."""
-        if isinstance(given, (ast.List, ast.Tuple)):
-            items = [self.argument(item, hint) for item in given.elts]
-            return items if isinstance(given, ast.List) else tuple(items)
-        if isinstance(given, ast.Call) or _is_sum(given):
-            return self.strategy(given)
-        value = self.value(given)
+        if isinstance(argument, (ast.List, ast.Tuple)):
+            items = [self.argument(item, hint) for item in argument.elts]
+            return items if isinstance(argument, ast.List) else tuple(items)
+        if isinstance(argument, ast.Call) or _is_sum(argument):
+            return self.strategy(argument)
+        value = self.value(argument)
         if isinstance(value, str) and _mentions(hint, DraftStrategy):
-            return self.strategy(given)
+            return self.strategy(argument)
         if isinstance(value, str) and _mentions(hint, AcceptancePolicy):
             return parse_policy(value, trusted=self.trusted)
         return value

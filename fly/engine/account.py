@@ -28,12 +28,14 @@ def apply(row: Row, decisions: abc.Sequence[Decision], left: int, prompt: bool =
 
     Returns the emitted tokens. A row that ends gets its ``finish_reason``.
     """
-    stats, first = row.stats, len(row.provenance)
+    stats = row.stats
+    first = len(row.provenance)
     if row.on_token is None and len(decisions) > 1 and not any(decision.drafted for decision in decisions[:-1]):
         # Rounds without a draft emit one token each. Only the last round of a call can end a row, so the tokens of the
         # others are appended together.
         _append_bonuses(row, decisions[:-1])
-        left, decisions = left - len(decisions) + 1, decisions[-1:]
+        left -= len(decisions) - 1
+        decisions = decisions[-1:]
     for drafted, path, next_token, bonus, choices, mismatches in decisions:
         if row.finish_reason:
             break
@@ -82,7 +84,8 @@ def _record_mismatches(
 
     If the row ended within the path (not ``complete``), mismatches after its end were not emitted and do not count.
     """
-    stats, relaxation = row.stats, row.policy.relaxation
+    stats = row.stats
+    relaxation = row.policy.relaxation
     place_of = {node: place for place, node in enumerate(kept)}
     for mismatch in mismatches:
         if not complete and mismatch.node not in place_of:
@@ -99,11 +102,11 @@ def _record_mismatches(
 
 
 def _extend(row: Row, ids: list[int], left: int) -> int:
-    """Append ``ids`` to the row up to its end, and return how many were appended."""
+    """Append ``ids``, at least one, to the row up to its end, and return how many were appended."""
     if row.on_token is None and len(ids) < left and row.stop_ids.isdisjoint(ids):
         row.tokens += ids
         return len(ids)
-    count, before = 0, len(row.tokens)
+    before = len(row.tokens)
     for count, token in enumerate(ids, start=1):
         row.tokens.append(token)
         try:
@@ -124,23 +127,24 @@ def logprobs(log_JV: Tensor, ids: abc.Sequence[int], count: int) -> list[dict[in
     """Return for each position the log-probabilities of the ``count`` likeliest tokens, likeliest first, and of its
     token in ``ids``."""
     log_J1 = log_JV.gather(1, torch.tensor(ids, device=log_JV.device)[:, None])
-    return [_make_entry(token, *values, count) for token, values in zip(ids, _read_likeliest(log_JV, log_J1, count))]
+    lines = _read_likeliest(log_JV, log_J1, count)
+    return [_make_entry(token, log, likeliest, count) for token, ((log,), likeliest) in zip(ids, lines)]
 
 
-def _read_likeliest(log_NV: Tensor, own_NX: Tensor, count: int) -> list[tuple[list[float], list[float]]]:
-    """Return two lists for each position: its values in ``own_NX``; and the ids of the ``count`` likeliest tokens,
-    followed by their log-probabilities. Copies to the host once."""
+def _read_likeliest(log_NV: Tensor, values_NX: Tensor, count: int) -> list[tuple[list[float], list[float]]]:
+    """Return two lists for each position: its ``values_NX``; and the ids of the ``count`` likeliest tokens, followed by
+    their log-probabilities. Copies to the host once."""
     top = log_NV.topk(min(count, log_NV.shape[-1]), dim=-1)
-    width = own_NX.shape[1]
-    values = torch.cat([column.double() for column in (own_NX, top.indices, top.values)], 1).tolist()
-    return [(line[:width], line[width:]) for line in values]
+    width = values_NX.shape[1]
+    lines = torch.cat([column.double() for column in (values_NX, top.indices, top.values)], 1).tolist()
+    return [(line[:width], line[width:]) for line in lines]
 
 
-def _make_entry(token: int, own: list[float], likeliest: list[float], count: int) -> dict[int, float]:
-    """Return the log-probabilities, by id, of the ``count`` likeliest tokens and of ``token``."""
+def _make_entry(token: int, log: float, likeliest: list[float], count: int) -> dict[int, float]:
+    """Return the log-probabilities, by id, of the ``count`` likeliest tokens and of ``token``, which has ``log``."""
     ids, values = likeliest[: len(likeliest) // 2], likeliest[len(likeliest) // 2 :]
     entry = dict(zip(map(int, ids[:count]), values))
-    entry.setdefault(token, own[0])
+    entry.setdefault(token, log)
     return entry
 
 
@@ -186,9 +190,9 @@ def explain_tokens(
         entries = []
         explained = []
         for token in emitted[b]:
-            values, likeliest = next(lines)
-            entries.append(_make_entry(token.id, values, likeliest, row.params.logprobs or 0))
-            explained.append(token._replace(prob=values[1], choice_prob=values[2], entropy=values[3]))
+            (log, prob, choice_prob, entropy), likeliest = next(lines)
+            entries.append(_make_entry(token.id, log, likeliest, row.params.logprobs or 0))
+            explained.append(token._replace(prob=prob, choice_prob=choice_prob, entropy=entropy))
         if row.params.logprobs is not None:
             row.logprobs += entries
         if row.params.explain:

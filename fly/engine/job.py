@@ -70,7 +70,8 @@ class Request:
     def news(self, index: int, tokens: list[Token]) -> News:
         """Return the news of these ``tokens`` and of the end of this request, which is ``streamed``."""
         texts, self._texts = self._texts, []
-        row, over = self.row, bool(self.row.finish_reason)
+        row = self.row
+        over = bool(row.finish_reason)
         drafts, row.drafts = row.drafts, []
         logprobs = row.logprobs[self._logprobs :]
         self._logprobs += len(logprobs)
@@ -133,7 +134,8 @@ def read_along(
 
 def outputs_of(requests: abc.Sequence[Request]) -> list[Output]:
     """Return the outputs of requests. Further completions of a prompt are the ``others`` of its first one."""
-    outputs, samples = [], iter(requests)
+    outputs = []
+    samples = iter(requests)
     for request in samples:
         others = [next(samples).output() for _ in range(request.row.params.n - 1)]
         outputs.append(request.output(tuple(others)))

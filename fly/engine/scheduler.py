@@ -98,8 +98,8 @@ class Scheduler:
         self._reported: dict[int, int] = {}  # tokens of each row that a step has returned
         self._arrivals: dict[int, int] = {}  # the order of arrival, which is the same on all ranks; ids are not
         # The most prompt tokens scored in one step: their logits must fit into memory, and each row needs one token.
-        self._scores = max_scored(max_rows, engine.runner.executor.config.vocab_size)
-        self._count = itertools.count()
+        self._max_scored = max_scored(max_rows, engine.runner.executor.config.vocab_size)
+        self._next_arrival = itertools.count()
         # Trees need cache slots beyond a row's longest path.
         self._spare = 0 if engine.strategy is None else engine.strategy.spare
         self._caches = [_Cache(engine.runner.cache.allocator, engine.context + self._spare, False)]
@@ -140,7 +140,7 @@ class Scheduler:
         """Add ``row`` to the waiting rows. Raises ``ValueError`` as ``check`` does."""
         self.check(row)
         self._reported[row.id] = row.generated
-        self._arrivals[row.id] = next(self._count)
+        self._arrivals[row.id] = next(self._next_arrival)
         if (client := self._clients.get(row.client)) is None:
             least = min((other.served for other in self._clients.values()), default=0)
             client = self._clients[row.client] = _Client(least)
@@ -218,7 +218,8 @@ class Scheduler:
             if isinstance(error, OutOfBlocks) and len(self.running) > 1:  # drafts took more pages than was planned
                 self._preempt(self._next_to_preempt())
                 return
-            row.finish_reason, row.error = "error", error
+            row.finish_reason = "error"
+            row.error = error
 
     def _is_over(self, step: _Step) -> bool:
         """Whether the only row of ``step`` has ended or was preempted since the step was planned."""
@@ -235,7 +236,8 @@ class Scheduler:
 
         def turn(name: str) -> tuple[int, int, int, int]:
             """Return the sort key of the client's first waiting request."""
-            row, client = queues[name][-1], self._clients[name]
+            row = queues[name][-1]
+            client = self._clients[name]
             return row.priority, client.rows, client.served, self._arrivals[row.id]
 
         while queues:
@@ -347,11 +349,11 @@ class Scheduler:
         # Divide the remaining tokens of the step among the prompts, and the tokens to score among the scored prompts.
         remaining = max(remaining, _MIN_CHUNK, self.step_tokens // _MIN_PART)
         cached = self.engine.runner.cached
-        unfed_of, unscored_of = dict[str, int](), dict[str, int]()  # tokens of each client
+        unscored_of = {}
         for name, prompts in filling.items():
-            unfed_of[name] = sum(prompts.values())
             unscored_of[name] = sum(len(row.scored(cached(row), unfed)) for row, unfed in prompts.items())
-        shares, scores = _divide(remaining, unfed_of), _divide(self._scores, unscored_of)
+        shares = _divide(remaining, {name: sum(prompts.values()) for name, prompts in filling.items()})
+        scores = _divide(self._max_scored, unscored_of)
         for name, prompts in filling.items():
             for row, fed in _divide(shares[name], prompts).items():
                 start = cached(row)

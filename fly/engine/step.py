@@ -86,19 +86,18 @@ class Engine:
             ValueError: a strategy proposed something that is not a draft, or a row's outcome depends on a NaN from the
                 target, the strategy or a policy.
         """
-        runner, strategy = self.runner, self.strategy
-        prompts = [not row.generated or len(row.tokens) - runner.cached(row) > 1 for row in rows]
-        if prefill and strategy is not None:
-            strategy.prefill(prefill)
+        prompts = [not row.generated or len(row.tokens) - self.runner.cached(row) > 1 for row in rows]
+        if prefill and self.strategy is not None:
+            self.strategy.prefill(prefill)
         try:
             # Prompts, and rows that need something between two rounds, take one round at a time.
             if prefill or any(prompts) or not self._take_several(rows, seconds):
                 self._take_round(rows, prefill, prompts)
         finally:
             # Commit: roll all caches back to the emitted tokens, also after an error.
-            runner.commit([*rows, *(row for row, _ in prefill)])
-            if strategy is not None and rows:
-                strategy.commit(rows)
+            self.runner.commit([*rows, *(row for row, _ in prefill)])
+            if self.strategy is not None and rows:
+                self.strategy.commit(rows)
 
     def _take_round(self, rows: abc.Sequence[Row], prefill: abc.Sequence[tuple[Row, int]], prompts: list[bool]) -> None:
         """Propose, verify, decide and emit, once for each row."""
@@ -110,7 +109,7 @@ class Engine:
         decisions = self.runner.judge(rows, target, draft, self.strategy)
         for row, decision in zip(rows, decisions):
             if row.matcher is not None:
-                row.matcher.check(decision.path[-1] + 1 if len(decision.path) else 0)
+                row.matcher.check(decision.end)  # raises if the form allows nothing there
         if self.strategy is not None and rows:
             self.strategy.observe(rows, draft, target)
         # Emit: each row grows by its tokens, up to where it ends.
@@ -128,7 +127,8 @@ class Engine:
         max_len = [0 if prompt else most_drafted(row.k, self.left(row)) for row, prompt in zip(rows, prompts)]
         if self.strategy is None or not any(max_len):
             return Draft.empty(len(rows), self.runner.executor.device)
-        lengths, name = [len(row.tokens) for row in rows], type(self.strategy).__name__
+        name = type(self.strategy).__name__
+        lengths = [len(row.tokens) for row in rows]
         draft = self.strategy.propose(rows, max_len)
         if lengths != [len(row.tokens) for row in rows]:  # the text would contain tokens that were never emitted
             for row, length in zip(rows, lengths):
@@ -140,30 +140,29 @@ class Engine:
     def _take_several(self, rows: abc.Sequence[Row], seconds: float) -> bool:
         """Take the rows through several rounds in one call of the executor. Return False, with nothing changed, if the
         executor cannot do that for these rows, or if the strategy must be asked before each round."""
-        runner, drafting = self.runner, None
-        if not rows or not self.stretch or not runner.executor.takes(rows):
+        drafting = None
+        if not rows or not self.stretch or not self.runner.executor.takes(rows):
             return False
         if self.strategy is not None and (drafting := self.strategy.continuation(rows)) is None:
             return False
         left = [self.left(row) for row in rows]
         # Plan: describe the rows by plain values, and reserve room in the caches. Run: the executor proposes, verifies
         # and decides, again and again, until it reaches a limit of the plan or a block whose rule runs only in Python.
-        plan = runner.plan(rows, left, drafting, min(self.stretch, seconds), self._hurry)
-        if plan is None or (rounds := runner.executor.rounds(plan)) is None:
+        plan = self.runner.plan(rows, left, drafting, min(self.stretch, seconds), self._hurry)
+        if plan is None or (rounds := self.runner.executor.rounds(plan)) is None:
             return False
         # Emit: the rows grow by the decisions of all rounds.
-        runner.note_rounds(rows, drafting, plan, rounds)
+        self.runner.note_rounds(rows, drafting, plan, rounds)
         for row, decisions in zip(rows, rounds.decisions):
             apply(row, decisions, self.left(row))
-        report = None if drafting is None else drafting.report
-        if report is not None:
-            report(rounds.spent)
+        if drafting is not None and drafting.report is not None:
+            drafting.report(rounds.spent)
         # A block whose rule runs only in Python came back open: drafted and scored. Decide it as in a single round.
         if rounds.open is not None:
             begin = time.perf_counter()
             self._decide_open(rows, rounds.open)
-            if report is not None:
-                report([Spent(0, time.perf_counter() - begin, 0.0, 0.0)])
+            if drafting is not None and drafting.report is not None:
+                drafting.report([Spent(0, time.perf_counter() - begin, 0.0, 0.0)])
         return True
 
     def _decide_open(self, rows: abc.Sequence[Row], blocks: OpenBlocks) -> None:

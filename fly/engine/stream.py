@@ -19,7 +19,8 @@ class _Pieces:
     """A completion being streamed, to a thread or a coroutine."""
 
     def __init__(self, worker: Worker, job: Job) -> None:
-        self._worker, self._job = worker, job
+        self._worker = worker
+        self._job = job
         self._row = job.requests[0].row
         self._splitter = Splitter(job.requests[0].thinking)
         self._ready: deque[Piece] = deque()
@@ -56,21 +57,23 @@ class _Pieces:
         """Make pieces of an entry's news."""
         self._taken += 1
         if isinstance(entry, BaseException):
-            self._ended, self._error = True, entry
+            self._ended = True
+            self._error = entry
             return
         for news in entry:
             for token, text in news.pieces:
                 self._held += (token,)
                 self._give(self._splitter.push(text))
             if news.over:
-                self._ended, self._error = True, news.error
+                self._ended = True
+                self._error = news.error
                 if news.error is None:
                     pieces = self._splitter.finish(news.rest)
                     self._give(pieces or [("text", "")] if self._held else pieces)
 
-    def _give(self, found: list[tuple[Kind, str]]) -> None:
+    def _give(self, pieces: list[tuple[Kind, str]]) -> None:
         """Make final text ready to be read. Its first piece gets the tokens that were held back."""
-        for kind, text in found:
+        for kind, text in pieces:
             self._ready.append(Piece(text, self._held, kind))
             self._held = ()
 

@@ -93,19 +93,20 @@ class Worker:
     """
 
     def __init__(self, scheduler: Scheduler, group: Group | None = None) -> None:
-        self.scheduler, self._group = scheduler, group
+        self.scheduler = scheduler
+        self._group = group
         self._engine = scheduler.engine
         self.load = Load()
         self.jobs: set[Job] = set()
         self.failure: BaseException | None = None
         self.submitted = 0
         self.watch: Callable[[], None] = lambda: None
-        self._leads = False
+        self._called_alone = False  # whether no other rank is called (``lead``)
         self._keys = itertools.count()
         self._connect()
         # From here on: used by the worker's thread only.
         self._read_requests: Callable[[Any], list[Request]] | None = None  # set on a rank that follows
-        self._rows: dict[int, tuple[Job, int]] = {}  # job and request number, by id of each running or waiting row
+        self._owners: dict[int, tuple[Job, int]] = {}  # job and request number, by id of each running or waiting row
         self._open: dict[int, Job] = {}  # by key
         self._new: dict[int, Job] = {}  # not admitted yet
         self._leaving: dict[int, Job] = {}  # to be cancelled
@@ -171,7 +172,7 @@ class Worker:
 
     def lead(self) -> None:
         """Make this, the first rank, the only one that is called from now on. The others ``follow``."""
-        self._leads = True
+        self._called_alone = True
         with self._lock:
             self._send(_WAKE)
 
@@ -234,7 +235,7 @@ class Worker:
     @property
     def _calls_are_alike(self) -> bool:
         """Whether all ranks make the same calls."""
-        return self._group is not None and not self._leads and self._read_requests is None
+        return self._group is not None and not self._called_alone and self._read_requests is None
 
     def _work(self, item: Any) -> bool:
         """Take turns until there is nothing to do. Return whether the thread then waits for more jobs."""
@@ -261,7 +262,7 @@ class Worker:
                 self._group.await_blame(error)
             self._end()  # before ``fail``, so that the pages are free when callers see the error
             self.fail(error)
-        if sound and self._leads and self._group is not None:
+        if sound and self._called_alone and self._group is not None:
             with contextlib.suppress(Exception):  # another rank may be lost
                 self._group.share(_END, wait=True)
         self._end()
@@ -326,7 +327,7 @@ class Worker:
             if self._group is not None:  # check that ranks agree before anything is delivered
                 self._group.agree([[token.id for token in tokens] for tokens in emitted.values()])
             for id_, tokens in emitted.items():
-                if (owner := self._rows.get(id_)) is not None:  # None: the row was given to the scheduler directly
+                if (owner := self._owners.get(id_)) is not None:  # None: the row was given to the scheduler directly
                     job, index = owner
                     job.note(index, tokens)
                     touched[job] = None
@@ -354,7 +355,7 @@ class Worker:
         if self._group is None or self._group.leads:
             (new, self._new), (leaving, self._leaving) = (self._new, {}), (self._leaving, {})
             if self._group is not None:
-                values = [(key, _describe(job) if self._leads else None) for key, job in new.items()]
+                values = [(key, _describe(job) if self._called_alone else None) for key, job in new.items()]
                 self._group.share((values, list(leaving)), wait=True)
             return list(new.values()), list(leaving.values())
         shared = self._group.share(None, wait=True)
@@ -387,7 +388,7 @@ class Worker:
             if request.row.finish_reason:  # it was over before it began
                 job.note(index, [])
             else:
-                self._rows[request.row.id] = job, index
+                self._owners[request.row.id] = job, index
                 if request.text is not None:
                     request.row.on_token = request.decode
                 self.scheduler.add(request.row)
@@ -398,7 +399,7 @@ class Worker:
         self._leaving.pop(job.key, None)
         self._wanted.discard(job.key)
         for request in job.requests:
-            if self._rows.pop(request.row.id, None) is not None:
+            if self._owners.pop(request.row.id, None) is not None:
                 self.scheduler.cancel(request.row)
 
     def _deliver(self, entries: abc.Iterable[tuple[Job, Entry]]) -> None:

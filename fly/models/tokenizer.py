@@ -428,8 +428,11 @@ class TextStream:
     def __init__(
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), shown: Iterable[str] = (), keep_stop: bool = False
     ) -> None:
-        self._given = tokenizer, tuple(stop), tuple(shown), keep_stop
-        self._tokenizer, self._stop, shown, self._keep_stop = self._given
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._keep_stop = keep_stop
+        shown = tuple(shown)
+        self._options = tokenizer, self._stop, shown, keep_stop
         ids = {tokenizer.raw.token_to_id(text): text for text in shown}
         self._shown = {i: text for i, text in ids.items() if i in tokenizer.control_ids}
         controls = {i: token.content for i, token in tokenizer.controls.items() if i not in self._shown}
@@ -446,7 +449,7 @@ class TextStream:
 
     def fresh(self) -> TextStream:
         """Make a stream with the same options, at the start of a text."""
-        return TextStream(*self._given)
+        return TextStream(*self._options)
 
     def push(self, token: int, stoppable: bool = True) -> str:
         """Add a token and return the text that is now final. Set ``stopped`` if a stop string is complete, unless the
@@ -462,7 +465,8 @@ class TextStream:
         if self.stopped:
             return ""
         self._hold(self._unfinished())
-        self._ids, self._decoded = [], 0
+        self._ids = []
+        self._decoded = 0
         return self._settle(stoppable=True, keep=False)  # the rest may complete a stop string
 
     def _decode(self, token: int) -> str:
@@ -501,7 +505,8 @@ class TextStream:
         stops = self._stop if stoppable else ()
         if complete := [(at, len(stop), stop) for stop in stops if (at := self._find(stop)) is not None]:
             end, _, stop = min(complete)
-            self.stopped, rest = True, len(self._held)
+            rest = len(self._held)
+            self.stopped = True
         else:
             end = rest = min(map(self._find_beginning, stops), default=len(self._held)) if keep else len(self._held)
             stop = ""

@@ -39,8 +39,8 @@ def _scramble(x: Tensor) -> Tensor:
 def uniforms(seed_B: Tensor, round_B: Tensor, stream: int, n: int) -> Tensor:
     """Return ``n`` uniform numbers in [0, 1) for each row's seed and round (int64 [B]): float32 [B, n]."""
     if not (seed_B.dtype == round_B.dtype == torch.int64 and seed_B.shape == round_B.shape and seed_B.ndim == 1):
-        given = [(column.dtype, tuple(column.shape)) for column in (seed_B, round_B)]
-        raise ValueError(f"seeds and rounds must be int64 of one shape [B], got {given}")
+        columns = [(column.dtype, tuple(column.shape)) for column in (seed_B, round_B)]
+        raise ValueError(f"seeds and rounds must be int64 of one shape [B], got {columns}")
     key_B = _scramble(_scramble(seed_B + _MIX[0]) + round_B * _MIX[0] + stream)
     index_N = torch.arange(1, n + 1, device=seed_B.device)
     bits_BN = _scramble(key_B.unsqueeze(1) + index_N * _MIX[0])
@@ -57,8 +57,8 @@ def derive(seed: int, position: int) -> int:
     """Return the seed of a strategy that drafts after ``position`` tokens. This seed is independent of the row's own
     random numbers, and of the strategy's seeds in other rounds."""
     mixed = _scramble_one((seed % 2**64) ^ _UNSIGNED[2]) + position * _UNSIGNED[0]
-    found = _scramble_one(mixed % 2**64)
-    return found - 2**64 if found >= 2**63 else found
+    unsigned = _scramble_one(mixed % 2**64)
+    return unsigned - 2**64 if unsigned >= 2**63 else unsigned
 
 
 def derived(seed_B: Tensor, position_B: Tensor) -> Tensor:

@@ -14,10 +14,10 @@ __all__ = ["depths", "descend", "first_branch", "leaf_paths", "tree_mask"]
 
 def depths(parents: list[int]) -> list[int]:
     """Return the depth of each token. A token that follows the row's last token has depth 0."""
-    found: list[int] = []
+    depth_of: list[int] = []
     for parent in parents:
-        found.append(0 if parent < 0 else found[parent] + 1)
-    return found
+        depth_of.append(0 if parent < 0 else depth_of[parent] + 1)
+    return depth_of
 
 
 def descend(tokens: list[int], parents: list[int], text: list[int]) -> list[int]:

@@ -86,9 +86,9 @@ def top(values: Tensor, n: int) -> Top:
     chunks = values[..., :chunked].unflatten(-1, (-1, _CHUNK))
     best = chunks.amax(-1).topk(n, dim=-1, sorted=False).indices.unsqueeze(-1)
     picked = chunks.gather(-2, best.expand(*best.shape[:-1], _CHUNK)).flatten(-2)
-    found, at = torch.cat([picked, values[..., chunked:]], dim=-1).topk(n, dim=-1)
+    largest, at = torch.cat([picked, values[..., chunked:]], dim=-1).topk(n, dim=-1)
     inside = (best.squeeze(-1).gather(-1, (at // _CHUNK).clamp_max(n - 1))) * _CHUNK + at % _CHUNK
-    return Top(found, torch.where(at < n * _CHUNK, inside, chunked + at - n * _CHUNK))
+    return Top(largest, torch.where(at < n * _CHUNK, inside, chunked + at - n * _CHUNK))
 
 
 def log_mass(

@@ -105,13 +105,13 @@ class AcceptancePolicy(Bindable, ABC):
     @cached_property
     def reads_logits(self) -> bool:
         """Whether the rule reads the draft's logits. No rule of this package does, so that is not tried."""
-        return not self._is_built_in and DRAFT_LOGITS in self.reads
+        return not self.is_built_in and DRAFT_LOGITS in self.reads
 
     def refuse_failing(self, greedy: bool | None = None) -> None:
         """Raise ``ValueError``, with the error that the rule raises, if it fails to decide the small blocks that show
         what it ``reads``: of rows at temperature 0 (``greedy``), or of rows above it; None means of both. Rules of this
         package are not tried."""
-        if self._is_built_in:
+        if self.is_built_in:
             return
         errors = [self._trial.errors.get(kind) for kind in ((True, False) if greedy is None else (greedy,))]
         if None not in errors:
@@ -122,16 +122,18 @@ class AcceptancePolicy(Bindable, ABC):
         return try_rule(self)
 
     @cached_property
-    def _is_built_in(self) -> bool:
+    def is_built_in(self) -> bool:
+        """Whether the rule and all its parts belong to this package."""
         return all(map(is_built_in, parts_of(self)))
 
     @property
-    def compiled_gate(self) -> list[Clause] | None:
+    def compiled_gate(self) -> Clause | None:
         """Of a rule that keeps a token if and only if a gate opens: the gate, for compiled code. None for other rules.
         As in ``Condition.compiled``, an inherited ``_compile`` does not count."""
         return self._compile() if "_compile" in vars(type(self)) else None
 
-    def _compile(self) -> list[Clause] | None:
+    def _compile(self) -> Clause | None:
+        """Return the gate of this rule for compiled code; None: it has none, or only Python knows it."""
         return None
 
     @abstractmethod
@@ -162,7 +164,7 @@ class AcceptancePolicy(Bindable, ABC):
         shape = [len(at_B), target.logits_BKV.shape[-1]]
         if not isinstance(residual_BV, Tensor) or list(residual_BV.shape) != shape or residual_BV.is_complex():
             raise ValueError(f"{self}: the correction is {describe(residual_BV)}, not a tensor [B, V] of {shape}")
-        if self._is_built_in:
+        if self.is_built_in:
             return residual_BV
         return residual_BV.float().masked_fill(residual_BV < -1e-6, torch.nan)
 
@@ -234,7 +236,7 @@ class AcceptancePolicy(Bindable, ABC):
         the token is not in the vocabulary. Raises ``ValueError`` for parts of a wrong kind or shape.
         """
         verdict = self.verdict(target, draft, noise)
-        if type(self).verdict is AcceptancePolicy.verdict or self._is_built_in:
+        if type(self).verdict is AcceptancePolicy.verdict or self.is_built_in:
             return verdict
         if not isinstance(verdict, Verdict):
             raise ValueError(f"{self}: verdict gave {describe(verdict)}, not a Verdict")

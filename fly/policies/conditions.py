@@ -204,7 +204,8 @@ class Condition(Bindable, ABC):
     def compiled(self) -> list[Clause] | None:
         """The condition for compiled code, as one clause for each of ``clauses``; ``table`` says what follows from
         them. None if only Python can evaluate it."""
-        return self._compile() if self.compiles() else None
+        clause = self._compile() if self.compiles() else None
+        return None if clause is None else [clause]
 
     @classmethod
     def compiles(cls) -> bool:
@@ -212,7 +213,8 @@ class Condition(Bindable, ABC):
         a subclass may evaluate something else."""
         return "_compile" in vars(cls)
 
-    def _compile(self) -> list[Clause] | None:
+    def _compile(self) -> Clause | None:
+        """Return this condition for compiled code; None: only Python can evaluate it."""
         return None
 
     @property
@@ -452,9 +454,9 @@ class EntropyGate(Condition, Checked):
         # The top-3 sum is largest for three probabilities of 1/e. The whole entropy is at most ln V.
         return self.theta <= (3 / math.e if self.entropy == "top3" else 1.0) + 1e-5
 
-    def _compile(self) -> list[Clause]:
+    def _compile(self) -> Clause:
         kind = "entropy" if self.entropy == "top3" else "normalized_entropy"
-        return [Clause.of(kind, theta=self.theta, processed=self.processed)]
+        return Clause.of(kind, theta=self.theta, processed=self.processed)
 
     def evaluate(self, block: Block) -> Tensor:
         target, measure = block.target, self._top3 if self.entropy == "top3" else self._normalized
@@ -497,8 +499,8 @@ class AgreeingWindow(Condition, Checked):
     monotone: ClassVar[Mapping[str, int]] = {"window": -1}
     window: Count = 6
 
-    def _compile(self) -> list[Clause]:
-        return [Clause.of("window", window=self.window)]
+    def _compile(self) -> Clause:
+        return Clause.of("window", window=self.window)
 
     def evaluate(self, block: Block) -> Tensor:
         if self.window == 0:
@@ -515,8 +517,8 @@ class Room(Condition, Checked):
     monotone: ClassVar[Mapping[str, int]] = {"hold": -1}
     hold: Count = 6
 
-    def _compile(self) -> list[Clause]:
-        return [Clause.of("room", hold=self.hold)]
+    def _compile(self) -> Clause:
+        return Clause.of("room", hold=self.hold)
 
     def evaluate(self, block: Block) -> Tensor:
         return block.columns_K + 1 + self.hold <= block.draft.lengths_B.unsqueeze(1)
@@ -528,8 +530,8 @@ class ControlToken(Condition):
 
     name: ClassVar[str] = "control"
 
-    def _compile(self) -> list[Clause]:
-        return [Clause.of("control")]
+    def _compile(self) -> Clause:
+        return Clause.of("control")
 
     def evaluate(self, block: Block) -> Tensor:
         control_V = block.target.control_V

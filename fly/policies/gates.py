@@ -58,8 +58,8 @@ class Typical(_Gate):
     eps: Share = 0.09
     delta: Share = 0.3
 
-    def _compile(self) -> list[Clause]:
-        return [Clause.of("typical", eps=self.eps, delta=self.delta)]
+    def _compile(self) -> Clause:
+        return Clause.of("typical", eps=self.eps, delta=self.delta)
 
     def opens(self, target: Target, draft: Draft) -> Tensor:
         probs_BKV = gate_distribution(target)
@@ -81,8 +81,8 @@ class RelaxedTopN(_Gate):
     n: Annotated[int, Field(ge=1)] = 10
     delta: Share = 0.6
 
-    def _compile(self) -> list[Clause]:
-        return [Clause.of("topn", n=self.n, delta=self.delta)]
+    def _compile(self) -> Clause:
+        return Clause.of("topn", n=self.n, delta=self.delta)
 
     def opens(self, target: Target, draft: Draft) -> Tensor:
         token_BK, peak_BK = gate_probs(target, draft)
@@ -106,8 +106,8 @@ class Near(_Gate):
     monotone: ClassVar[Mapping[str, int]] = {"share": -1}
     share: Share = 0.5
 
-    def _compile(self) -> list[Clause]:
-        return [Clause.of("near", share=self.share)]
+    def _compile(self) -> Clause:
+        return Clause.of("near", share=self.share)
 
     def opens(self, target: Target, draft: Draft) -> Tensor:
         token_BK, peak_BK = gate_probs(target, draft)
@@ -128,8 +128,8 @@ class BiLD(_Gate):
     monotone: ClassVar[Mapping[str, int]] = {"r": 1}
     r: Amount = 3.0
 
-    def _compile(self) -> list[Clause]:
-        return [Clause.of("bild", r=self.r)]
+    def _compile(self) -> Clause:
+        return Clause.of("bild", r=self.r)
 
     def opens(self, target: Target, draft: Draft) -> Tensor:
         token_BK, _ = gate_probs(target, draft)
@@ -177,8 +177,8 @@ class LogMargin(Condition, Checked):
     monotone: ClassVar[Mapping[str, int]] = {"tau": 1}
     tau: Amount = 0.3
 
-    def _compile(self) -> list[Clause]:
-        return [Clause.of("margin", tau=self.tau)]
+    def _compile(self) -> Clause:
+        return Clause.of("margin", tau=self.tau)
 
     def evaluate(self, block: Block) -> Tensor:
         return raw_regret(block.target, block.draft) < self.tau
@@ -200,8 +200,8 @@ class Regret(Condition, Checked):
     nats: Amount = 2.3
     window: Count = 4
 
-    def _compile(self) -> list[Clause]:
-        return [Clause.of("regret", nats=self.nats, window=self.window)]
+    def _compile(self) -> Clause:
+        return Clause.of("regret", nats=self.nats, window=self.window)
 
     def evaluate(self, block: Block) -> Tensor:
         regret_BK = raw_regret(block.target, block.draft).masked_fill(~block.draft.mask_BK(), math.inf)
@@ -226,8 +226,8 @@ class SuffixRegret(Condition, Checked):
     def possible(self) -> bool:
         return self.nats > 0
 
-    def _compile(self) -> list[Clause]:
-        return [Clause.of("suffix_regret", nats=self.nats)]
+    def _compile(self) -> Clause:
+        return Clause.of("suffix_regret", nats=self.nats)
 
     def evaluate(self, block: Block) -> Tensor:
         remaining_BK = block.draft.lengths_B.unsqueeze(1) - block.columns_K
@@ -248,8 +248,8 @@ class TopRatio(Condition, Checked):
     monotone: ClassVar[Mapping[str, int]] = {"theta": -1}
     theta: Share = 0.9
 
-    def _compile(self) -> list[Clause]:
-        return [Clause.of("mars", theta=self.theta)]
+    def _compile(self) -> Clause:
+        return Clause.of("mars", theta=self.theta)
 
     def evaluate(self, block: Block) -> Tensor:
         logits_BKV = block.target.logits_BKV[:, :-1]

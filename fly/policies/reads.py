@@ -166,10 +166,13 @@ def _withhold_logits(draft: Draft, rule: Any) -> Draft:
 
 def supply_logits(rule: Any, draft: Draft, size: int) -> Draft:
     """Return ``draft`` with logits for a rule that reads them, and without for any other, so that no rule sees more
-    than it would see alone. A draft of no tokens gets zeros. ``size`` is V.
+    than it would see alone. A draft of no tokens gets zeros. ``size`` is V. From rules of this package, which read
+    none, nothing is withheld.
 
     Raises ``ValueError`` if the draft has none where the rule reads them.
     """
+    if rule.is_built_in:
+        return draft
     if not rule.reads_logits:
         return draft if isinstance(draft, LazyDraft) else _withhold_logits(draft, rule)
     if draft.logits_BKV is not None:

@@ -188,7 +188,7 @@ def _to_data(value: Any) -> Any:
 
 
 def _from_data(source: Source) -> Any:
-    value = source.given
+    value = source.description
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise ValueError(f"policy {value!r} is neither a text nor a mapping with a name")
 

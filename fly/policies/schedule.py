@@ -46,8 +46,8 @@ class AfterTokens(Condition, Checked):
     monotone: ClassVar[Mapping[str, int]] = {"count": -1}
     count: Count = 2
 
-    def _compile(self) -> list[Clause]:
-        return [Clause.of("after", count=self.count, generated=_generated)]
+    def _compile(self) -> Clause:
+        return Clause.of("after", count=self.count, generated=_generated)
 
     def evaluate(self, block: Block) -> Tensor:
         return block.target.generated_B.unsqueeze(1) + block.columns_K >= self.count
@@ -64,11 +64,11 @@ class AboveContext(Condition, Checked):
     monotone: ClassVar[Mapping[str, int]] = {"position": -1}
     position: Count = 0
 
-    def _compile(self) -> list[Clause]:
+    def _compile(self) -> Clause:
         def length(past: Past) -> int:
             return len(_known(past.history, self))
 
-        return [Clause.of("above", position=self.position, length=length)]
+        return Clause.of("above", position=self.position, length=length)
 
     def evaluate(self, block: Block) -> Tensor:
         history = _known(block.target.history, self)
@@ -88,8 +88,8 @@ class Budget(Condition, Checked):
     def possible(self) -> bool:
         return self.share > 0
 
-    def _compile(self) -> list[Clause]:
-        return [Clause.of("budget", share=self.share, generated=_generated, relaxed=_relaxed)]
+    def _compile(self) -> Clause:
+        return Clause.of("budget", share=self.share, generated=_generated, relaxed=_relaxed)
 
     def evaluate(self, block: Block) -> Tensor:
         generated_BK = block.target.generated_B.unsqueeze(1) + block.columns_K + 1
@@ -110,10 +110,10 @@ class AtMost(Condition, Checked):
     def possible(self) -> bool:
         return self.count > 0
 
-    def _compile(self) -> list[Clause]:
+    def _compile(self) -> Clause:
         if self.per == "block":
-            return [Clause.of("at_most_per_block", count=self.count)]
-        return [Clause.of("at_most", count=self.count, relaxed=_relaxed)]
+            return Clause.of("at_most_per_block", count=self.count)
+        return Clause.of("at_most", count=self.count, relaxed=_relaxed)
 
     def evaluate(self, block: Block) -> Tensor:
         if self.per == "block":
@@ -189,8 +189,8 @@ class NatsBudget(_InNats):
     def budgets(self) -> tuple[CostBudget, ...]:
         return ()  # nats are counted for every rule
 
-    def _compile(self) -> list[Clause]:
-        return [Clause.of("nats", most=self.nats, spent=lambda past: past.account.nats)]
+    def _compile(self) -> Clause:
+        return Clause.of("nats", most=self.nats, spent=lambda past: past.account.nats)
 
     def spent(self, target: Target) -> Tensor:
         return target.nats_B
@@ -213,8 +213,8 @@ class RegretBudget(_InNats):
     monotone: ClassVar[Mapping[str, int]] = {"nats": 1}
     nats: Amount = 8.0
 
-    def _compile(self) -> list[Clause]:
-        return [Clause.of("regret_budget", most=self.nats, spent=lambda past: past.account.cost(self.label))]
+    def _compile(self) -> Clause:
+        return Clause.of("regret_budget", most=self.nats, spent=lambda past: past.account.cost(self.label))
 
     def evaluate(self, block: Block) -> Tensor:
         return super().evaluate(block) & self.possible
@@ -261,7 +261,7 @@ class Phase(Condition):
             self.vocabulary.token_id(end) if isinstance(end, str) else end,
         )
 
-    def _compile(self) -> list[Clause] | None:
+    def _compile(self) -> Clause | None:
         if self._vocabulary is None and any(isinstance(marker, str) for marker in (self.start, self.end)):
             return None
         start, end = self._markers
@@ -269,7 +269,7 @@ class Phase(Condition):
         def inside(past: Past) -> bool:
             return self._inside_after(_known(past.history, self))
 
-        return [Clause.of("phase", start=start, end=end, inside=inside)]
+        return Clause.of("phase", start=start, end=end, inside=inside)
 
     def evaluate(self, block: Block) -> Tensor:
         start, end = self._markers

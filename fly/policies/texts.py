@@ -52,10 +52,10 @@ class TokenText(TextCondition, Checked):
     name: ClassVar[str] = "token"
     kind: Literal["digits", "capitals", "letters", "punctuation", "blanks", "newlines"]
 
-    def _compile(self) -> list[Clause] | None:
+    def _compile(self) -> Clause | None:
         if self._vocabulary is None:
             return None
-        return [Clause.of("token", mask=self.vocabulary.where(self.holds_for))]
+        return Clause.of("token", mask=self.vocabulary.where(self.holds_for))
 
     def holds_for(self, text: str) -> bool:
         return _KINDS[self.kind](text)

@@ -115,7 +115,7 @@ def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
         verdict = _verify_tree(policy, target, draft, noise)
     else:
         verdict = _verify_first_path(policy, target, draft, noise)
-    if target.checked:
+    if target.has_no_nan:
         return verdict
     # If the target's logits at the end of the accepted path contain a NaN, the next token is undecided.
     end_B, path_BD = verdict.accepted_B, verdict.path_BK

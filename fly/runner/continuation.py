@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from fly.cache import PagedBatch
-from fly.runner.executor import DraftSpec, Executor, Given, Spent
+from fly.runner.executor import DraftSpec, Executor, HeadInput, Spent
 from fly.runner.request import Row
 from fly.runner.states import HiddenStates
 
@@ -33,7 +33,7 @@ class Drafter(Protocol):
         """Make a batch of the uncached tokens of ``rows``, and reserve room for ``rooms[b]`` tokens of each row in all.
         Raises ``OutOfBlocks``, and changes nothing, if there is no room."""
 
-    def read_states(self, rows: abc.Sequence[Row], kv: PagedBatch) -> Given | None:
+    def read_states(self, rows: abc.Sequence[Row], kv: PagedBatch) -> HeadInput | None:
         """Return the target's hidden states before the tokens of that batch; None if it needs none."""
 
     def note_cached(self, row: Row, text: list[int]) -> None:

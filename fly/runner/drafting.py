@@ -124,7 +124,8 @@ class Growth:
     def spare(self) -> int:
         """Slots that the tree needs after the row's tokens. The target's cache holds the whole tree, the draft model's
         holds the followed tokens; this is the larger number."""
-        level, followed = 1, 0
+        level = 1
+        followed = 0
         for width in self.widths[:-1]:
             level = min(level * width, self.follow)
             followed += level
@@ -276,7 +277,8 @@ class _Forwards:
     """Feeds each drafted token (``Follow``)."""
 
     def __init__(self, start: DraftStart, step: Step) -> None:
-        self.start, self.step = start, step
+        self.start = start
+        self.step = step
         self.rows = list(range(len(start.positions)))  # of the features
         self.x_AC = start.x_BC
         self.fed = -1  # drafted tokens of each row
@@ -323,7 +325,8 @@ def draft_chains(
         place = follow(active, tokens)
         # Choose: each row's next token is the most likely one that the row allows, or is drawn.
         going = [scratch[b] for b in active]
-        logits_NV, probs_NV = _allowed(model, place.logits_AV, going), None
+        logits_NV = _allowed(model, place.logits_AV, going)
+        probs_NV = None
         if sampling is None:
             tokens = argmax(logits_NV).tolist()
         else:
@@ -350,7 +353,8 @@ def draft_chains(
                 goes_on.append(n)
         if not goes_on:
             break
-        active, tokens = [active[n] for n in goes_on], [tokens[n] for n in goes_on]
+        active = [active[n] for n in goes_on]
+        tokens = [tokens[n] for n in goes_on]
     chains = [fork.tokens[len(row.tokens) :] for fork, row in zip(scratch, rows)]
     return Drafted(chains, pad_rows(probs), pad_rows(logits))
 
@@ -393,13 +397,15 @@ def draft_apart(
     part_of = dict[int, tuple[Drafted, int]]()  # for each row, the draft that it is in, and its number there
     for kind, way in ((True, first), (False, second)):
         numbers = [b for b, each in enumerate(is_first) if each is kind]
-        some_rows, lengths = [rows[b] for b in numbers], [max_len[b] for b in numbers]
+        some_rows = [rows[b] for b in numbers]
+        lengths = [max_len[b] for b in numbers]
         some_seeds = [seeds[b] for b in numbers] if seeds else ()
         some_sampling = None if sampling is None else BatchSampling.of([row.params for row in some_rows])
         part = way(numbers, spec.rows(numbers), some_rows, lengths, some_sampling, some_seeds)
         part_of |= {b: (part, at) for at, b in enumerate(numbers)}
     chains = list[list[int]]()
-    probs, logits = list[list[Tensor]](), list[list[Tensor]]()
+    probs = list[list[Tensor]]()
+    logits = list[list[Tensor]]()
     for b in range(len(rows)):
         part, at = part_of[b]
         chain = part.tokens[at]
@@ -421,7 +427,8 @@ def draft_at_once(
     """Draft the same as ``draft_chains`` from ``Marginals(logits_BKV)``, with one wait for the device. No row may have
     penalties, bans or a form, since these depend on the tokens before a place."""
     count, longest = len(rows), max(max_len)
-    logits_BKV, probs_BKV = logits_BKV[:, :longest], None
+    logits_BKV = logits_BKV[:, :longest]
+    probs_BKV = None
     # Choose: every place's token is its most likely one, or is drawn.
     if sampling is None:
         tokens_BK = argmax(logits_BKV)
@@ -476,7 +483,8 @@ def _next_batch(
 ) -> Batch:
     """Make the batch of the next forward: ``new`` tokens of the ``active`` rows, each row's after its ``fed`` drafted
     tokens in the cache. Their positions are consecutive, or all at one ``depth`` of a tree."""
-    kv, counts = start.kv, list(map(len, new))
+    kv = start.kv
+    counts = list(map(len, new))
     starts = [kv.starts[b] + kv.counts[b] + n for b, n in zip(active, fed)]
     depths = fed if depth is None else [depth] * len(active)
     positions = [start.positions[b] + at for b, at, count in zip(active, depths, counts) for _ in range(count)]
@@ -535,9 +543,11 @@ def _draft_trees(
     rows: abc.Sequence[Row],
     max_len: abc.Sequence[int],
 ) -> Drafted:
-    trees, kv = [_Tree() for _ in rows], start.kv
+    kv = start.kv
+    trees = [_Tree() for _ in rows]
     frontier = [(b, -1) for b in range(len(rows))]  # the row and the node that each line of logits follows
-    logits_NV, x_NC = start.logits_BV, start.x_BC
+    logits_NV = start.logits_BV
+    x_NC = start.x_BC
     for level, width in enumerate(growth.widths):
         # Grow: each followed token gets its likeliest successors.
         paths = [rows[b].fork(rows[b].policy, 0) for b, _ in frontier]
@@ -561,7 +571,8 @@ def _draft_trees(
         if not follow or level + 1 == len(growth.widths):
             break
         # Go on: one forward over the followed tokens. Each sees its own path.
-        nodes, fed = {b: [node for node, _ in each] for b, each in follow.items()}, [len(trees[b].fed) for b in follow]
+        nodes = {b: [node for node, _ in each] for b, each in follow.items()}
+        fed = [len(trees[b].fed) for b in follow]
         masks: list[Tensor | None] = [trees[b].feed(new, kv.starts[b] + kv.counts[b]) for b, new in nodes.items()]
         new = [[trees[b].tokens[node] for node in each] for b, each in nodes.items()]
         before_NC = None if x_NC is None else x_NC[[line for each in follow.values() for _, line in each]]

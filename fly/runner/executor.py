@@ -54,9 +54,9 @@ __all__ = [
     "DraftSpec",
     "Drafted",
     "Executor",
-    "Given",
     "Growth",
     "Head",
+    "HeadInput",
     "HeadOptions",
     "Lookup",
     "OpenBlocks",
@@ -73,7 +73,6 @@ __all__ = [
 ]
 
 _UNITS = 256  # unit vectors whose logits are computed at once
-
 
 WARM_ROWS = 1, 2, 4, 8, 16, 32  # the batch sizes that a warm-up prepares
 
@@ -125,7 +124,7 @@ class RoundRow:
         return self.tokens
 
 
-class Given(NamedTuple):
+class HeadInput(NamedTuple):
     """The target's hidden states, from which a draft head drafts."""
 
     first: list[int]  # for each row, the number of the first token that the head caches
@@ -152,7 +151,7 @@ class RoundPlan:
     rounds: int = sys.maxsize
     seconds: float = 0.0
     hurry: array[int] | None = None
-    given: Given | None = None  # for a drafter that is a ``Head``
+    head_input: HeadInput | None = None  # for a drafter that is a ``Head``
     states: tuple[int, ...] = ()  # the layers whose hidden states to return (``Executor.score``)
 
 
@@ -170,8 +169,8 @@ class OpenBlocks:
         """Select blocks by their index in ``rows``."""
         index_B = torch.tensor(index, dtype=torch.int64, device=self.logits_BJV.device)
         choices = None if self.choices is None else [self.choices[i] for i in index]
-        rows, draft = [self.rows[i] for i in index], self.draft.rows(index_B, index)
-        return OpenBlocks(rows, draft, self.logits_BJV[index_B], choices)
+        rows = [self.rows[i] for i in index]
+        return OpenBlocks(rows, self.draft.rows(index_B, index), self.logits_BJV[index_B], choices)
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,8 @@ class Executor(ABC):
     batch_invariant = False  # whether a token's logits have the same bits, whatever else is in the batch
     gives_states = False  # whether ``score`` can give hidden states
     keeps_guarantees = True  # whether a rule keeps its guarantee on this model; if not, every rule is heuristic
-    compiles, often = False, 0  # whether it compiles layers, and after how many rounds of a shape
+    compiles = False  # whether it compiles layers
+    often = 0  # after how many rounds of a shape it does
     captures = False  # whether it prepares work of each shape, which a warm-up can do before the first request
 
     @property
@@ -318,7 +318,8 @@ class Executor(ABC):
         noise: Noise | None = None
         if not (target.all_greedy and accepts_exactly(policy)):
             device = target.logits_BKV.device
-            seed_B, start_B = torch.tensor(seeds, device=device), torch.tensor(starts, device=device)
+            seed_B = torch.tensor(seeds, device=device)
+            start_B = torch.tensor(starts, device=device)
             accept_BK = uniforms(seed_B, start_B, Stream.ACCEPT, draft.shape[1])
             noise = Noise(accept_BK, uniforms(seed_B, start_B, Stream.SAMPLE, 1).squeeze(1))
         return decide(policy, target, draft, noise)
@@ -330,16 +331,19 @@ class Executor(ABC):
     def judge(self, rows: abc.Sequence[Row], target: Target, draft: Draft) -> list[Decision]:
         """Decide every row's block by its own policy; rows of the same policy are decided together."""
         draft = draft.to(target.logits_BKV.device)
-        seeds, starts = [row.seed for row in rows], [len(row.tokens) for row in rows]
+        seeds = [row.seed for row in rows]
+        starts = [len(row.tokens) for row in rows]
         groups = by_policy(rows)
         if len(groups) == 1:
             return self.decide(groups[0][0], target, draft, seeds, starts)
         decisions: dict[int, Decision] = {}
         for policy, numbers in groups:
             index_B = self.numbers(numbers)
-            part, proposed = target.rows(index_B, numbers), draft.rows(index_B, numbers)
-            seeds_and_starts = [seeds[b] for b in numbers], [starts[b] for b in numbers]
-            decisions |= zip(numbers, self.decide(policy, part, proposed, *seeds_and_starts))
+            target_part = target.rows(index_B, numbers)
+            draft_part = draft.rows(index_B, numbers)
+            some_seeds = [seeds[b] for b in numbers]
+            some_starts = [starts[b] for b in numbers]
+            decisions |= zip(numbers, self.decide(policy, target_part, draft_part, some_seeds, some_starts))
         return [decisions[b] for b in range(len(rows))]
 
     def embedding(self) -> Tensor:
@@ -639,13 +643,13 @@ class TokenByToken(Wrapped):
         scored_places = range(len(batch.tokens)) if places is None else places
         place_set = set(scored_places)
         logits_of = {}
-        states_found = list[Tensor]()
+        recorded = list[Tensor]()
         for t, kv in enumerate(batch.kv.tokens()):
             single = Batch(batch.tokens[t : t + 1], batch.positions[t : t + 1], kv)
             scores = self.inner.score(single, None if t in place_set else (), states)
             if t in place_set:
                 logits_of[t] = scores.logits_NV
             if scores.states_TF is not None:
-                states_found.append(scores.states_TF)
+                recorded.append(scores.states_TF)
         logits = [logits_of[t] for t in scored_places] or [torch.zeros(0, self.config.vocab_size, device=self.device)]
-        return Scores(torch.cat(logits), states_TF=torch.cat(states_found) if states_found else None)
+        return Scores(torch.cat(logits), states_TF=torch.cat(recorded) if recorded else None)

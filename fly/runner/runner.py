@@ -26,7 +26,7 @@ from fly.ops import common_prefix, depths, descend, sent, tree_mask, upload
 from fly.policies.verification import add_costs
 from fly.runner.constraints import constrain
 from fly.runner.continuation import Continuation, Drafter
-from fly.runner.executor import Batch, Drafted, DraftSpec, Executor, Given, RoundPlan, RoundRow, Rounds
+from fly.runner.executor import Batch, Drafted, DraftSpec, Executor, HeadInput, RoundPlan, RoundRow, Rounds
 from fly.runner.request import Row, most_drafted
 from fly.runner.sampling import BatchSampling
 from fly.runner.states import HiddenStates
@@ -67,7 +67,8 @@ class Runner:
         self.cache: PagedKVCache
         if cache is not None:
             self.cache = cache
-        self.executor, self.share = executor, share
+        self.executor = executor
+        self.share = share
         self.tokenizer = tokenizer
         self.control_V = torch.zeros(executor.config.vocab_size, dtype=torch.bool, device=executor.device)
         self.control_V[sorted(set(control_ids))] = True
@@ -120,11 +121,8 @@ class Runner:
         """Return the cached tokens of ``row``. A new row adopts pages that other rows filled with the same first
         tokens. It does not adopt tokens that must be fed again (``Row.shareable``)."""
         if (cached := self._cached.get(row.id)) is None:
-            allocator = self.cache.allocator
-            # another runner on the same cache may hold the row already
-            adopts = self.share and row.id not in allocator
             most = min([row.shareable, *(watch.begin(row) for watch in self._watches if row.k)])
-            shared = allocator.adopt(row.id, row.tokens[:most], row.params.cache_salt) if adopts else 0
+            shared = self.allocator.adopt(row.id, row.tokens[:most], row.params.cache_salt) if self.share else 0
             cached = self._cached[row.id] = row.tokens[:shared]
         return cached
 
@@ -149,7 +147,7 @@ class Runner:
         on_prompt: OnPrompt | None = None,
     ) -> tuple[Target, Tensor]:
         """Verify: run one forward over each row's last token and its draft. Return a ``Target`` for the blocks, and the
-        raw logits [B, J, V] that it was made from. Arguments and errors are those of ``feed``."""
+        raw logits [B, J, V] that it was made from. The other arguments and the errors are those of ``feed``."""
         chains, trees = draft.chains, draft.trees
         _, longest = draft.shape
         raw_BJV, choices = self.feed(rows, chains, trees, prefill, on_prompt, longest)
@@ -166,15 +164,11 @@ class Runner:
             choices: the most likely token at each place, if the backend found it already.
         """
         device = logits_BJV.device
-        probs, greedy_B = None, None
-        if not all(row.greedy for row in rows):
-            sampling = BatchSampling.of([row.params for row in rows], device)
-            probs, greedy_B = self.executor.process(sampling, logits_BJV), sampling.greedy_B
-            greedy_B = greedy_B if sampling.some_greedy else None
+        sampling = None if all(row.greedy for row in rows) else BatchSampling.of([row.params for row in rows], device)
         return Target(
             logits_BJV,
-            probs,
-            greedy_B=greedy_B,
+            None if sampling is None else self.executor.process(sampling, logits_BJV),
+            greedy_B=sampling.greedy_B if sampling is not None and sampling.some_greedy else None,
             control_V=self.control_V,
             generated_B=lambda: upload([row.generated for row in rows], device),
             relaxed_B=lambda: upload([row.stats.relaxed for row in rows], device),
@@ -197,22 +191,20 @@ class Runner:
                 decisions[b] = add_costs(row.policy.budgets, target, draft, b, decision)
             if decision.next_token >= 0:
                 continue
-            place = decision.path[-1] + 1 if len(decision.path) else 0
-            if (target.logits_BKV[b, place] == -torch.inf).all():  # the form allows nothing, so its matcher will raise
+            logits_V = target.logits_BKV[b, decision.end]
+            if (logits_V == -torch.inf).all():  # the form allows nothing, so its matcher will raise
                 decisions[b] = decision._replace(next_token=0)
                 continue
-            if target.logits_BKV[b, place].isnan().any():
+            drafted = decision.drafted[:5]
+            if logits_V.isnan().any():
                 fault = f"the model {self.executor.model_name} gave NaN as logits"
             elif draft.probs_BKV is not None and draft.probs_BKV[b, : len(decision.drafted)].isnan().any():
                 fault = f"{type(strategy).__name__} proposed a distribution with NaN in it"
             elif decision.next_token == IMPOSSIBLE:
-                fault = (
-                    f"the verdict of the policy '{row.policy}' keeps more tokens than its draft has, or names a token "
-                )
-                fault += f"outside of the vocabulary, for the draft {decision.drafted[:5]}"
+                keeps = "keeps more tokens than its draft has, or names a token outside of the vocabulary"
+                fault = f"the verdict of the policy '{row.policy}' {keeps}, for the draft {drafted}"
             else:
-                nan = f"NaN for the draft {decision.drafted[:5]} (a correction below 0 is one)"
-                fault = f"the policy '{row.policy}' gave {nan}"
+                fault = f"the policy '{row.policy}' gave NaN for the draft {drafted} (a correction below 0 is one)"
             raise ValueError(f"{fault}, after {len(row.tokens)} tokens of a text")
         return decisions
 
@@ -344,8 +336,8 @@ class Runner:
         drafting = drafting or Continuation(None, [0] * len(rows))
         k = [min(row.k, most) for row, most in zip(rows, drafting.max_len)]
         drafts = any(map(most_drafted, k, left))
-        drafter, spec = drafting.runner if drafts else None, drafting.spec
-        if drafter is not None and not self._runs_with(drafter, spec):
+        drafter = drafting.runner if drafts else None
+        if drafter is not None and not self._runs_with(drafter, drafting.spec):
             return None
         context = sys.maxsize if drafter is None else drafter.executor.config.max_position_embeddings
         if any(len(row.tokens) >= context for row in rows):
@@ -354,8 +346,7 @@ class Runner:
             drafter = None
             k = [0]
             context = sys.maxsize
-        if drafter is None and drafting.runner is not None:
-            spec = DraftSpec()
+        spec = DraftSpec() if drafter is None and drafting.runner is not None else drafting.spec
         # Reserve room for as many tokens as the pages allow. This may evict cached prefixes of ended rows, but only
         # once: the pages that these rounds leave unused are free for the next rounds.
         for ahead in (min(most, 1 + _MAX_EXTRA // len(rows)) for most in _EXTRA_TOKENS):
@@ -385,7 +376,7 @@ class Runner:
             rounds=drafting.rounds,
             seconds=seconds,
             hurry=hurry,
-            given=None if drafter is None or draft_kv is None else drafter.read_states(rows, draft_kv),
+            head_input=None if drafter is None or draft_kv is None else drafter.read_states(rows, draft_kv),
             states=self._states,
         )
 
@@ -405,7 +396,7 @@ class Runner:
         for row, (first, states_NF) in zip(rows, ran.states):
             self._keep_states([row], [first], [len(states_NF)], states_NF)
 
-    def read_states(self, rows: abc.Sequence[Row], kv: PagedBatch) -> Given | None:
+    def read_states(self, rows: abc.Sequence[Row], kv: PagedBatch) -> HeadInput | None:
         """Return None, since a draft model needs no hidden states of the target."""
         return None
 
@@ -474,7 +465,8 @@ class Runner:
 
 def _arrange_trees(batch: Batch, rows: abc.Sequence[Row], parents: abc.Sequence[list[int]]) -> None:
     """Let each drafted token see only its ancestors in the tree, and give it the position after them."""
-    kv, end = batch.kv, 0
+    kv = batch.kv
+    end = 0
     masks: list[Tensor | None] = [None] * len(kv.counts)
     for b, (row, tree) in enumerate(zip(rows, parents)):
         end += kv.counts[b]

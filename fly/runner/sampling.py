@@ -110,8 +110,9 @@ class ProcessedDistribution:
     """
 
     def __init__(self, sampling: BatchSampling, logits_BJV: Tensor) -> None:
-        self.sampling, self.logits_BJV = sampling, logits_BJV
-        self._found: tuple[Tensor, Tensor | None, Tensor] | None = None
+        self.sampling = sampling
+        self.logits_BJV = logits_BJV
+        self._summary: tuple[Tensor, Tensor | None, Tensor] | None = None
 
     def dense(self) -> Tensor:
         """Return the whole distribution [B, J, V], float32, each summing to 1."""
@@ -155,9 +156,9 @@ class ProcessedDistribution:
 
     def _share(self, logits: Tensor, rows_N: Tensor | None = None, positions_N: Tensor | None = None) -> Tensor:
         """Return the probability of each given logit: [N, ...] at the named positions, or [B, <= J, ...]."""
-        if self._found is None:
-            self._found = self._find()
-        peak_BJ, least_BJ, total_BJ = self._found
+        if self._summary is None:
+            self._summary = self._find()
+        peak_BJ, least_BJ, total_BJ = self._summary
 
         def column(values_BJ: Tensor) -> Tensor:
             if rows_N is None:

@@ -45,6 +45,7 @@ def _bias_of_byte(device: torch.device) -> Tensor:
 
 
 Vet = Callable[[str, str], None]
+_Key = tuple[str, StructuredOutput]  # the salt of a request, and its form
 
 
 class StructuredError(ValueError):
@@ -71,7 +72,7 @@ class Grammars:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.eos_ids = frozenset(eos_ids)
-        self._kept: OrderedDict[tuple[str, StructuredOutput], LLMatcher] = OrderedDict()  # least recently used first
+        self._kept: OrderedDict[_Key, LLMatcher] = OrderedDict()  # least recently used first
         self._size = 0  # bytes of the kept grammars
         self._looking = threading.Lock()
 
@@ -111,25 +112,25 @@ class Grammars:
         eos = sorted(self.eos_ids or self.tokenizer.control_ids)
         return {"tokenizer": self.tokenizer.raw.to_str(), "n_vocab": self.vocab_size, "eos_token": eos}
 
-    def _known(self, asked: tuple[str, StructuredOutput]) -> LLMatcher | None:
+    def _known(self, key: _Key) -> LLMatcher | None:
         with self._looking:
-            if (start := self._kept.get(asked)) is not None:
-                self._kept.move_to_end(asked)
+            if (start := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
             return start
 
-    def _keep(self, asked: tuple[str, StructuredOutput], start: LLMatcher) -> None:
-        self._forget(asked)  # another thread may have compiled it meanwhile
+    def _keep(self, key: _Key, start: LLMatcher) -> None:
+        self._forget(key)  # another thread may have compiled it meanwhile
         with self._looking:
-            self._kept[asked] = start
-            self._size += _size(asked[1])
+            self._kept[key] = start
+            self._size += _size(key[1])
             while self._size > _KEPT:
                 (_, oldest), _ = self._kept.popitem(last=False)
                 self._size -= _size(oldest)
 
-    def _forget(self, asked: tuple[str, StructuredOutput]) -> None:
+    def _forget(self, key: _Key) -> None:
         with self._looking:
-            if self._kept.pop(asked, None) is not None:
-                self._size -= _size(asked[1])
+            if self._kept.pop(key, None) is not None:
+                self._size -= _size(key[1])
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:

@@ -162,5 +162,5 @@ def _call_library(
         None if lookup is None else ctypes.byref(lookup), None if texts is None else spans(texts),
         CStops.of_rows(spec, count), states_TF,
     )  # fmt: skip
-    found = [drafted[b * longest : b * longest + n].tolist() for b, n in enumerate(counts)]
-    return Drafted(found, probs_BKV, logits_BKV)
+    chains = [drafted[b * longest : b * longest + n].tolist() for b, n in enumerate(counts)]
+    return Drafted(chains, probs_BKV, logits_BKV)

@@ -16,22 +16,24 @@ import torch
 from torch import Tensor
 
 from fly.backends.cpu.drafting import CompiledHead, draft_compiled
-from fly.backends.cpu.host import HostDecisions
+from fly.backends.cpu.host import HostDistribution, decide_compiled
 from fly.backends.cpu.library import CLookup
 from fly.backends.cpu.packed import PackedLlama, keep_threads
 from fly.backends.cpu.rounds import take_rounds
 from fly.ops import spread
+from fly.policies.base import AcceptancePolicy
 from fly.runner.constraints import constrains
 from fly.runner.executor import Batch, Drafted, DraftSpec, Executor, Lookup, RoundPlan, Rounds, Scores, asks_between
 from fly.runner.request import Row
-from fly.runner.sampling import BatchSampling
+from fly.runner.sampling import BatchSampling, ProcessedDistribution
+from fly.types import Decision, Draft, Target
 
 __all__ = ["CpuExecutor"]
 
 _LARGEST = 2**31 - 1
 
 
-class CpuExecutor(HostDecisions):
+class CpuExecutor(Executor):
     """Runs a packed Llama."""
 
     batch_invariant = True
@@ -79,11 +81,12 @@ class CpuExecutor(HostDecisions):
             after = array("i", states)
             width = len(states) * self.config.hidden_size
             states_TF = torch.empty(len(batch.tokens), width, dtype=self.dtype)
-        packed = self.packed
-        packed.library.fly_score(packed.handle, ctypes.byref(call), which, logits_NV, argmax, after, states_TF)
-        if (kept := packed.kept) is None:
+        self.packed.library.fly_score(
+            self.packed.handle, ctypes.byref(call), which, logits_NV, argmax, after, states_TF
+        )
+        if (kept := self.packed.kept) is None:
             return Scores(logits_NV, argmax.tolist(), states_TF)
-        spread_NV = spread(logits_NV, packed.kept_U, self.config.vocab_size)
+        spread_NV = spread(logits_NV, self.packed.kept_U, self.config.vocab_size)
         return Scores(spread_NV, [kept[at] if at >= 0 else at for at in argmax], states_TF)
 
     def extend(
@@ -97,6 +100,21 @@ class CpuExecutor(HostDecisions):
     ) -> Drafted:
         lookup = None if spec.lookup is None else self._c_lookup(spec.lookup)
         return draft_compiled(self.packed, super().extend, batch, spec, rows, max_len, sampling, seeds, lookup)
+
+    def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
+        return HostDistribution(sampling, logits_BJV)
+
+    def decide(
+        self,
+        policy: AcceptancePolicy,
+        target: Target,
+        draft: Draft,
+        seeds: abc.Sequence[int],
+        starts: abc.Sequence[int],
+    ) -> list[Decision]:
+        """Decide by compiled code; by tensors if only Python knows the rule."""
+        decisions = decide_compiled(policy, target, draft, seeds, starts)
+        return super().decide(policy, target, draft, seeds, starts) if decisions is None else decisions
 
     def looks_up(self, rows: abc.Sequence[Row]) -> bool:
         return not any(map(constrains, rows))
@@ -112,14 +130,14 @@ class CpuExecutor(HostDecisions):
         return not any(map(asks_between, rows))
 
     def rounds(self, plan: RoundPlan) -> Rounds | None:
-        drafter, lookup = plan.drafter, None
+        drafter = plan.drafter
         assert drafter is None or isinstance(drafter, (CpuExecutor, CompiledHead))  # see ``joins``
-        if plan.spec.lookup is not None:
-            lookup = (drafter if isinstance(drafter, CpuExecutor) else self)._c_lookup(plan.spec.lookup)
+        reader = drafter if isinstance(drafter, CpuExecutor) else self  # who learns how often copies are right
+        lookup = None if plan.spec.lookup is None else reader._c_lookup(plan.spec.lookup)
         return take_rounds(self.packed, None if drafter is None else drafter.packed, plan, lookup)
 
     def _c_lookup(self, lookup: Lookup) -> CLookup:
-        if (made := self._lookups.get(lookup)) is None:
-            made = CLookup(*(min(value, _LARGEST) for value in (lookup.longest, lookup.shortest, lookup.k)))
-            self._lookups[lookup] = made
-        return made
+        if lookup not in self._lookups:
+            sizes = (min(value, _LARGEST) for value in (lookup.longest, lookup.shortest, lookup.k))
+            self._lookups[lookup] = CLookup(*sizes)
+        return self._lookups[lookup]

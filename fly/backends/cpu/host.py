@@ -1,7 +1,7 @@
 """Decisions by compiled code (src/decide.cpp): prepare its arguments, call it, and read its results.
 
-``HostDecisions.decide`` decides blocks here if their logits are on the CPU. rounds.py uses the same rules and blocks
-for several rounds in one call.
+``CpuExecutor.decide`` calls ``decide_compiled`` for blocks whose logits Python holds: those after a prompt, and those
+of rows that ``CpuExecutor.takes`` refuses. rounds.py uses the same rules and blocks for several rounds in one call.
 
 Shape legend: B rows, K longest draft, J positions of a row, V vocabulary.
 """
@@ -32,11 +32,19 @@ from fly.backends.cpu.library import (
 )
 from fly.policies.base import AcceptancePolicy, accepts_exactly, draws_exactly
 from fly.policies.conditions import Clause, Condition, Past
-from fly.runner.executor import Executor
 from fly.runner.sampling import BatchSampling, ProcessedDistribution
 from fly.types import Decision, Draft, Mismatch, Target
 
-__all__ = ["Blocks", "HostDecisions", "HostDistribution", "c_sampling", "is_compiled", "lay_rules", "uniforms"]
+__all__ = [
+    "Blocks",
+    "HostDistribution",
+    "c_sampling",
+    "clauses_of",
+    "decide_compiled",
+    "is_compiled",
+    "lay_rules",
+    "uniforms",
+]
 
 _MAX_VALUE = 2.0**53  # the largest number in a clause; nothing that it is compared with is as large
 _MAX_CLAUSES = 31  # each clause has a bit
@@ -51,22 +59,27 @@ def c_sampling(sampling: BatchSampling) -> Any:
     """Lay out sampling parameters for the library: an array with an element for each row."""
     columns = sampling.temperature_B, sampling.top_p_B, sampling.min_p_B, sampling.top_k_B, sampling.greedy_B
     rows = list(zip(*(column.tolist() for column in columns)))
-    made = (Sampling * len(rows))()
-    for row, (temperature, top_p, min_p, top_k, greedy) in zip(made, rows):
-        row.temperature = 0.0 if greedy else temperature
-        row.top_p = top_p
-        row.top_k = min(top_k, 2**31 - 1)
-        row.floor = temperature * math.log(min_p) if min_p else -math.inf
-    return made
+    c_rows = (Sampling * len(rows))()
+    for c_row, (temperature, top_p, min_p, top_k, greedy) in zip(c_rows, rows):
+        c_row.temperature = 0.0 if greedy else temperature
+        c_row.top_p = top_p
+        c_row.top_k = min(top_k, 2**31 - 1)
+        c_row.floor = temperature * math.log(min_p) if min_p else -math.inf
+    return c_rows
 
 
 def uniforms(seeds: abc.Sequence[int], starts: abc.Sequence[int], stream: int, n: int) -> array[float]:
     """Return what ``fly.ops.uniforms`` returns, row after row."""
     seed = array("q", seeds)
     start = array("q", starts)
-    found = array("f", bytes(4 * n * len(seeds)))
-    fast_call("fly_uniforms")(seed, start, stream, n, found)
-    return found
+    numbers = array("f", bytes(4 * n * len(seeds)))
+    fast_call("fly_uniforms")(seed, start, stream, n, numbers)
+    return numbers
+
+
+def _can_read(logits: Tensor) -> bool:
+    """Whether compiled code can read these logits: a plain float32 tensor on the CPU."""
+    return type(logits) is Tensor and logits.device.type == "cpu" and logits.dtype == torch.float32
 
 
 class HostDistribution(ProcessedDistribution):
@@ -74,7 +87,7 @@ class HostDistribution(ProcessedDistribution):
 
     def _find(self) -> tuple[Tensor, Tensor | None, Tensor]:
         rows, positions, width = self.logits_BJV.shape
-        if width > _MAX_VOCAB:
+        if width > _MAX_VOCAB or not _can_read(self.logits_BJV):
             return super()._find()
         find = fast_call("fly_kept", self.logits_BJV.numel() > _MAX_LOCKED)
         logits_BJV, found_3BJ = self.logits_BJV.contiguous(), torch.empty(3, rows, positions)
@@ -84,56 +97,28 @@ class HostDistribution(ProcessedDistribution):
         return peak_BJ, least_BJ if sampling.most_k or sampling.top_p or sampling.min_p else None, total_BJ
 
 
-class HostDecisions(Executor):
-    """An executor that decides by compiled code if logits are on the CPU. It needs the compiled library. Tensors decide
-    on other logits, such as those divided among ranks, and for rules that only Python knows."""
-
-    def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
-        return (
-            HostDistribution(sampling, logits_BJV) if _is_on_host(logits_BJV) else super().process(sampling, logits_BJV)
-        )
-
-    def decide(
-        self,
-        policy: AcceptancePolicy,
-        target: Target,
-        draft: Draft,
-        seeds: abc.Sequence[int],
-        starts: abc.Sequence[int],
-    ) -> list[Decision]:
-        found = _decide(policy, target, draft, seeds, starts)
-        return super().decide(policy, target, draft, seeds, starts) if found is None else found
-
-
-def _is_on_host(logits: Tensor) -> bool:
-    """Whether compiled code can read these logits: a plain float32 tensor on the CPU."""
-    return type(logits) is Tensor and logits.device.type == "cpu" and logits.dtype == torch.float32
-
-
 def is_compiled(policy: AcceptancePolicy, greedy: bool) -> bool:
     """Whether compiled code implements the core of a rule: the core keeps what the exact rule keeps and, above
     temperature 0, draws corrections like the exact rule, or it is a gate that compiled code knows."""
     if accepts_exactly(policy):
         return greedy or draws_exactly(policy)
-    return policy.relaxation is None and _known_clauses(policy.compiled_gate) is not None
+    gate = policy.compiled_gate
+    return policy.relaxation is None and gate is not None and gate.kind in clause_kinds()
 
 
-def _known_clauses(clauses: list[Clause] | None) -> list[Clause] | None:
-    """Return the clauses if the library knows the kinds of all; else None."""
-    if clauses is None or len(clauses) > _MAX_CLAUSES or not all(clause.kind in clause_kinds() for clause in clauses):
-        return None
-    return clauses
-
-
-def _clauses_of(policy: AcceptancePolicy) -> list[Clause] | None:
-    """Return the compiled clauses of a rule that ``is_compiled``: those that excuse a mismatch, or a gate's. None if
+def clauses_of(policy: AcceptancePolicy) -> list[Clause] | None:
+    """Return the compiled clauses of a rule that ``is_compiled``: those that excuse a mismatch, or its gate. None if
     only Python knows whether a mismatch is excused."""
     if not accepts_exactly(policy):
-        return policy.compiled_gate
+        gate = policy.compiled_gate
+        return None if gate is None else [gate]
     relaxation = policy.relaxation
     if relaxation is None:
         return []
-    return _known_clauses(relaxation.compiled) if relaxation.joins_all or relaxation.table is not None else None
+    clauses = relaxation.compiled
+    if clauses is None or len(clauses) > _MAX_CLAUSES or not all(clause.kind in clause_kinds() for clause in clauses):
+        return None
+    return clauses if relaxation.joins_all or relaxation.table is not None else None
 
 
 def _lay_clause(clause: Clause, past: Past, masks: list[Tensor]) -> CClause:
@@ -146,7 +131,8 @@ def _lay_clause(clause: Clause, past: Past, masks: list[Tensor]) -> CClause:
         value = clause.values[name]
         if isinstance(value, Tensor):
             number: float = next((n for n, mask in enumerate(masks) if mask is value), len(masks))
-            masks += [value] if number == len(masks) else []
+            if number == len(masks):
+                masks.append(value)
         else:
             number = value(past) if callable(value) else value
         laid.value[n] = max(-_MAX_VALUE, min(number, _MAX_VALUE))
@@ -174,7 +160,7 @@ def lay_rules(
     for c_rule, (policy, greedy, seed, past) in zip(rule, rows):
         c_rule.seed = seed
         c_rule.unknown = not is_compiled(policy, greedy)
-        clauses = [] if c_rule.unknown else _clauses_of(policy)
+        clauses = [] if c_rule.unknown else clauses_of(policy)
         c_rule.clause_at = len(listed)
         c_rule.in_python = clauses is None
         c_rule.is_gate = not accepts_exactly(policy)
@@ -245,21 +231,22 @@ class Blocks:
             self._add_mismatches(decisions, relaxations)
         return decisions
 
-    def _add_mismatches(self, found: list[list[Decision]], relaxations: abc.Sequence[Condition | None]) -> None:
+    def _add_mismatches(self, decisions: list[list[Decision]], relaxations: abc.Sequence[Condition | None]) -> None:
         """Add each mismatch to its decision, with the clauses that held for it."""
         labels = [[] if each is None else [clause.label for clause in each.clauses] for each in relaxations]
         budgets = [[] if each is None else [budget.label for budget in each.budgets] for each in relaxations]
-        known: dict[tuple[int, int], dict[str, bool]] = {}
-        made: dict[tuple[int, int], list[Mismatch]] = {}
+        held_by_bits: dict[tuple[int, int], dict[str, bool]] = {}
+        mismatches_of: dict[tuple[int, int], list[Mismatch]] = {}
         noted = map(CMismatch._make, MISMATCH.iter_unpack(self._mismatch[: self.c.mismatches * MISMATCH.size]))
         for row, round_, node, bits, excused, nats, regret in noted:
-            if (held := known.get((row, bits))) is None:
-                held = known[row, bits] = {label: bool(bits >> bit & 1) for bit, label in enumerate(labels[row])}
+            if (held := held_by_bits.get((row, bits))) is None:
+                held = held_by_bits[row, bits] = {label: bool(bits >> bit & 1) for bit, label in enumerate(labels[row])}
             # All budgets that compiled code knows are of regret (``RegretBudget``).
             costs = dict.fromkeys(budgets[row], regret) if excused else {}
-            made.setdefault((row, round_), []).append(Mismatch(node, bool(excused), held, nats, costs))
-        for (row, round_), mismatches in made.items():
-            found[row][round_] = found[row][round_]._replace(mismatches=mismatches)
+            mismatch = Mismatch(node, bool(excused), held, nats, costs)
+            mismatches_of.setdefault((row, round_), []).append(mismatch)
+        for (row, round_), mismatches in mismatches_of.items():
+            decisions[row][round_] = decisions[row][round_]._replace(mismatches=mismatches)
 
 
 class _TargetCosts:
@@ -299,7 +286,7 @@ class _TargetPast:
         return None if self._target.history is None else self._target.history[self._b]
 
 
-def _decide(
+def decide_compiled(
     policy: AcceptancePolicy, target: Target, draft: Draft, seeds: abc.Sequence[int], starts: abc.Sequence[int]
 ) -> list[Decision] | None:
     """Decide by compiled code as ``Executor.decide`` does. Return None if the tensor rule has to decide: compiled code
@@ -307,22 +294,19 @@ def _decide(
     NaN."""
     logits_BJV = target.logits_BKV
     processed = target.lazy_distribution
-    probs_BKV = draft.probs_BKV
-    (count, longest), vocab = draft.shape, logits_BJV.shape[-1]
+    probs_BKV = None if target.all_greedy else draft.probs_BKV
+    count, longest = draft.shape
+    vocab = logits_BJV.shape[-1]
     if (
         draft.trees is not None
         or not is_compiled(policy, target.all_greedy)
-        or not _is_on_host(logits_BJV)
+        or not _can_read(logits_BJV)
         or not (target.all_greedy or isinstance(processed, HostDistribution))
         or logits_BJV.shape[:2] != (count, longest + 1)
         or not all(0 <= token < vocab for chain in draft.chains for token in chain)
     ):
         return None
-    if target.all_greedy:
-        probs_BKV = None
-    elif probs_BKV is not None and not (
-        probs_BKV.dtype == torch.float32 and probs_BKV.shape == (count, longest, vocab)
-    ):
+    if probs_BKV is not None and (probs_BKV.dtype != torch.float32 or probs_BKV.shape != (count, longest, vocab)):
         return None
     sampling = processed.sampling if isinstance(processed, HostDistribution) else None
     rows = [(policy, target.all_greedy, seed, _TargetPast(target, b)) for b, seed in enumerate(seeds)]
@@ -330,7 +314,8 @@ def _decide(
     blocks = Blocks(count, longest, 1, count * (longest + 1))
     for b, chain in enumerate(draft.chains):
         at, n = b * longest, len(chain)
-        blocks.count[b], blocks.drafted[at : at + n] = n, array("q", chain)
+        blocks.count[b] = n
+        blocks.drafted[at : at + n] = array("q", chain)
         blocks.choice[b * (longest + 1) : (b + 1) * (longest + 1)] = array("i", target.choices[b])
     decide = fast_call("fly_decide", logits_BJV.numel() > _MAX_LOCKED)
     decide(

@@ -363,13 +363,13 @@ def _built() -> dict[str, str]:
     """Return the variants that were built, best first (the library's order), and why each does not run here (empty if
     it does). If a processor has a variant's instructions and the variant still cannot run, log this once."""
     library, _ = _open()
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     why = c_char_p()
-    while library is not None and (name := library.fly_variant(len(found), ctypes.byref(why))):
-        reason = found[name.decode()] = (why.value or b"").decode()
+    while library is not None and (name := library.fly_variant(len(reasons), ctypes.byref(why))):
+        reason = reasons[name.decode()] = (why.value or b"").decode()
         if reason not in ("", _LACKS):
             logging.getLogger("fly").warning("kernels %r are not used: %s", name.decode(), reason)
-    return found
+    return reasons
 
 
 @cache

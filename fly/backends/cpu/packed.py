@@ -95,10 +95,11 @@ def layer_refusal(config: LlamaConfig) -> str | None:
 def new_model(owner: object, variant: str, shape: Shape, *weights: Tensor | None) -> ctypes.c_void_p:
     """Make an empty model of the library (src/models.cpp: fly_new). It is freed with its ``owner``, but not when the
     interpreter ends: another thread may still be in a call of it."""
-    library, made = load(), ctypes.c_void_p()
-    library.fly_new(ctypes.byref(made), variant_number(variant), ctypes.byref(shape), *weights)
-    weakref.finalize(owner, library.fly_free, made).atexit = False
-    return made
+    library = load()
+    handle = ctypes.c_void_p()
+    library.fly_new(ctypes.byref(handle), variant_number(variant), ctypes.byref(shape), *weights)
+    weakref.finalize(owner, library.fly_free, handle).atexit = False
+    return handle
 
 
 def shape_of(config: LlamaConfig, **others: float) -> Shape:

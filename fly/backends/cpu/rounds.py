@@ -51,11 +51,10 @@ class _Results:
         max_rounds = max(room - len(row.tokens) for row, room in zip(plan.rows, plan.rooms)) + 1
         max_rounds = min(max_rounds, 1 + _MAX_SCORED // (count * (k + 1)), max(plan.rounds, 1))
         blocks = Blocks(count, k, max_rounds, max(_MAX_MISMATCHES, 2 * count * (k + 1)))
-        probs_BKV, states_NF = None, None
         reads = [plan.drafter is not None and row.policy.reads_logits for row in plan.rows]
         drafter_KV = [torch.empty(k, target.vocab) if each else None for each in reads]
-        if plan.sampling is not None and plan.drafter is not None:
-            probs_BKV = torch.empty(count, k, target.vocab)
+        probs_BKV = None if plan.sampling is None or plan.drafter is None else torch.empty(count, k, target.vocab)
+        states_NF = None
         if plan.states:
             width = len(plan.states) * target.config.hidden_size
             states_NF = torch.empty(count * max_rounds * (k + 1), width, dtype=target.dtype)
@@ -65,9 +64,8 @@ class _Results:
 def take_rounds(target: PackedLlama, drafter: PackedLlama | None, plan: RoundPlan, lookup: CLookup | None) -> Rounds:
     """Implement ``Executor.rounds``."""
     # What the call reads: the rows' texts with room for what follows, their rules, and how the drafter drafts.
-    batch, draft_batch = target.batch(None, None, plan.kv), None
-    if drafter is not None and plan.draft_kv is not None:
-        draft_batch = drafter.batch(None, None, plan.draft_kv)
+    batch = target.batch(None, None, plan.kv)
+    draft_batch = None if drafter is None or plan.draft_kv is None else drafter.batch(None, None, plan.draft_kv)
     texts = []
     for row, room in zip(plan.rows, plan.rooms):
         texts.append(array("q", row.tokens))
@@ -88,7 +86,7 @@ def take_rounds(target: PackedLlama, drafter: PackedLlama | None, plan: RoundPla
         draft_logits=spans(results.drafter_KV),
         stops=CStops.of_rows(plan.spec, len(rows)),
         state=array("i", plan.states),
-        given=None if plan.given is None else plan.given.states_TF.to(target.dtype).contiguous(),
+        given=None if plan.head_input is None else plan.head_input.states_TF.to(target.dtype).contiguous(),
         read=results.states_NF,
     )
     target.library.fly_rounds(
@@ -125,7 +123,7 @@ def _read_results(
 def _lay_rows(plan: RoundPlan, texts: list[array[int]], copied: bool) -> ctypes.Array[CRoundRow]:
     """Lay out the rows for the library. ``copied``: also lay out a copy of each text, for a lookup."""
     rows = (CRoundRow * len(texts))()
-    firsts = [0] * len(texts) if plan.given is None else plan.given.first
+    firsts = [0] * len(texts) if plan.head_input is None else plan.head_input.first
     starts = [len(row.tokens) for row in plan.rows]
     if plan.draft_kv is not None:
         starts = [first + start for first, start in zip(firsts, plan.draft_kv.starts)]
@@ -173,8 +171,8 @@ def _read_open_blocks(results: _Results, rows: list[int], last: int, longest: in
     for b, chain in zip(rows, chains):
         at, n = sum(counts[:b]) + b, len(chain) + 1
         first = (b * blocks.max_rounds + last) * (blocks.k + 1)
-        own = blocks.choice[first : first + n].tolist()
-        choices.append(own + own[-1:] * (wide - n))
+        row_choices = blocks.choice[first : first + n].tolist()
+        choices.append(row_choices + row_choices[-1:] * (wide - n))
         logits.append(_pad(results.logits_NV[at : at + n], wide))
         if results.probs_BKV is not None:
             # Rows that drafted stand side by side, ``longest`` tokens each.
@@ -183,15 +181,15 @@ def _read_open_blocks(results: _Results, rows: list[int], last: int, longest: in
     draft = Draft.of(chains)
     if probs:
         draft = Draft(draft.tokens_BK, draft.lengths_B, torch.stack(probs))
-    if any(own_KV is not None for own_KV in drafters):
+    if any(logits_KV is not None for logits_KV in drafters):
         # The rules of the other rows do not look.
         empty_KV = results.logits_NV.new_zeros(wide - 1, results.logits_NV.shape[1])
-        drafter = [
-            empty_KV if own_KV is None else _pad(own_KV[: len(chain)], wide - 1)
-            for own_KV, chain in zip(drafters, chains)
+        draft_logits = [
+            empty_KV if logits_KV is None else _pad(logits_KV[: len(chain)], wide - 1)
+            for logits_KV, chain in zip(drafters, chains)
         ]
-        draft = replace(draft, logits_BKV=torch.stack(drafter))
-    known = all(token >= 0 for own in choices for token in own)
+        draft = replace(draft, logits_BKV=torch.stack(draft_logits))
+    known = all(token >= 0 for row_choices in choices for token in row_choices)
     return OpenBlocks(rows, draft, torch.stack(logits), choices if known else None)
 
 

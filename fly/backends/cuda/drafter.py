@@ -123,16 +123,16 @@ class HeadDrafter(Drafter):
 
     def catch_up(self, plan: RoundPlan, drafts: Sequence[bool], order: Sequence[int]) -> list[int]:
         kv = plan.draft_kv
-        given = plan.given
+        head_input = plan.head_input
         texts = [row.tokens for row in plan.rows]
         count = self.tokens_RJ.shape[1]
-        assert kv is not None and given is not None
-        ends = list(itertools.accumulate(kv.counts))  # where each row's hidden states end among those given
+        assert kv is not None and head_input is not None
+        ends = list(itertools.accumulate(kv.counts))  # where each row's hidden states end among all
         behind = [b for b, lacks in enumerate(kv.counts) if drafts[b] and lacks > count]
         if behind:
             starts, new = [kv.starts[b] for b in behind], [texts[b][-kv.counts[b] : -count] for b in behind]
             batch = kv.cache.batch([kv.seqs[b] for b in behind], starts, list(map(len, new)))
-            before = [given.states_TF[ends[b] - kv.counts[b] : ends[b] - count] for b in behind]
+            before = [head_input.states_TF[ends[b] - kv.counts[b] : ends[b] - count] for b in behind]
             self.head.begin(Batch.of(new, batch), torch.cat(before), ())
         # Each row's last tokens are aligned at the right, and so are the numbers of their hidden states.
         numbers = list[int]()
@@ -142,7 +142,7 @@ class HeadDrafter(Drafter):
             numbers += [*fill, *texts[b][len(texts[b]) - own :], *fill, *range(ends[b] - own, ends[b])]
         tokens_RJ, at_RJ = upload(numbers, self.table.device).view(len(order), 2, count).unbind(1)
         self.tokens_RJ.copy_(tokens_RJ)
-        self.states_RJF.copy_(given.states_TF.to(self.table.device)[at_RJ])
+        self.states_RJF.copy_(head_input.states_TF.to(self.table.device)[at_RJ])
         return [min(lacks, count) - 1 for lacks in kv.counts]
 
     def begin_draft(self, drafting_R: Tensor) -> tuple[Tensor, Tensor]:

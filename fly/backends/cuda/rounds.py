@@ -177,7 +177,7 @@ class _Call:
         self.round = round_
         self.stage = round_.find_stage(groups, plan.control_V)
         group_of_line = [number for number, group in enumerate(groups) for _ in range(group.rows)]
-        self.firsts = [0] * len(plan.rows) if plan.given is None else plan.given.first
+        self.firsts = [0] * len(plan.rows) if plan.head_input is None else plan.head_input.first
         self.rows = list[_Row]()
         for b, (row, room) in enumerate(zip(plan.rows, plan.rooms)):
             line = order.index(b)
@@ -284,7 +284,9 @@ class _Call:
             if drafts and self.plan.draft_kv is not None:
                 # A draft model has cached all of its draft but the last token. A head has cached none that counts,
                 # since it was fed its own features.
-                row.in_drafter = length + (min(len(row.drafted), row.emitted[-1]) - 1 if self.plan.given is None else 0)
+                row.in_drafter = length
+                if self.plan.head_input is None:
+                    row.in_drafter += min(len(row.drafted), row.emitted[-1]) - 1
         self.unread = lines
         now, (draft, rest) = time.perf_counter(), self.timer.seconds()
         which = int(self.spent[0].rounds > 0)

@@ -23,16 +23,16 @@ class DeviceDistribution(ProcessedDistribution):
     def dense(self) -> Tensor:
         if not _is_whole(self.logits_BJV) or self.sampling.some_greedy:
             return super().dense()
-        self._found = self._found or self._find()
+        self._summary = self._summary or self._find()
         logits_NV, temperature_B = self.logits_BJV.flatten(0, 1), self.sampling.temperature_B
         temperature_N = temperature_B.repeat_interleave(self.logits_BJV.shape[1])
-        return share_mass(logits_NV, self._found_3N, temperature_N).unflatten(0, self.logits_BJV.shape[:2])
+        return share_mass(logits_NV, self._summary_3N, temperature_N).unflatten(0, self.logits_BJV.shape[:2])
 
     def _find_kept(self, logits_NV: Tensor, *limits_N: Any) -> Tensor:
         if not _is_whole(logits_NV):
             return super()._find_kept(logits_NV, *limits_N)
-        self._found_3N: Tensor = find_kept(logits_NV, *limits_N)
-        return self._found_3N
+        self._summary_3N: Tensor = find_kept(logits_NV, *limits_N)
+        return self._summary_3N
 
 
 def _is_whole(logits: Tensor) -> bool:

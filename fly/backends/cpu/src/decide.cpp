@@ -40,7 +40,7 @@ Kind values_of(const Clause& clause) {
 struct Decider::Block {
     const int row, round, count;   // ``count`` drafted tokens
     const int64_t* drafted;
-    const int32_t* own;            // the target's choices
+    const int32_t* choice;         // the target's most likely tokens
     const float *logits, *distributions;
     const Rule& rule;
     const Sampling* how;           // null at temperature 0
@@ -72,7 +72,7 @@ struct Decider::Place {
 
     const Since& since() const { return decider.since[block.row]; }
     bool is_banned() const { return logit == -__builtin_inff(); }
-    bool is_choice() const { return block.own[node] == token; }
+    bool is_choice() const { return block.choice[node] == token; }
     float regret() const { return decider.regret(block, node); }
 
     // Finds the largest logits. Returns ln of the sum of exp over all.
@@ -95,12 +95,12 @@ struct Decider::Place {
     // The probability of a logit in the distribution that gates use: the processed one, or at temperature 0 the raw one
     // (fly/policies/formulas.py: gate_probs).
     float probability(float of) {
-        const float peak = logits[block.own[node]];
+        const float peak = logits[block.choice[node]];
         if (!block.how) return expf((of - peak) - (look() - peak));
         process();
         return of < kept.least ? 0 : expf((of - kept.peak) / block.how->temperature - kept.total);
     }
-    float largest_probability() { return probability(logits[block.own[node]]); }
+    float largest_probability() { return probability(logits[block.choice[node]]); }
 
     // The entropy in nats of the three likeliest tokens, not renormalised. The probabilities are the softmax of the logits
     // or, if ``processed``, those of the processed distribution.
@@ -122,7 +122,7 @@ struct Decider::Place {
     // The entropy in nats of all tokens.
     float entropy(bool processed) {
         if (!processed || !block.how)
-            return decider.code->entropy(logits, decider.rules.vocab, 1, logits[block.own[node]], -__builtin_inff());
+            return decider.code->entropy(logits, decider.rules.vocab, 1, logits[block.choice[node]], -__builtin_inff());
         process();
         return decider.code->entropy(logits, decider.rules.vocab, block.how->temperature, kept.peak, kept.least);
     }
@@ -307,14 +307,14 @@ void Decider::decide(int b, int round, int64_t length, const int64_t* text, cons
 
 // Whether the target's logits at a place are numbers. A NaN among them would show in the choice.
 bool Decider::is_number(const Block& block, int place) const {
-    const int32_t own = block.own[place];
-    return own >= 0 && !isnan(block.logits[(long)place * rules.vocab + own]);
+    const int32_t choice = block.choice[place];
+    return choice >= 0 && !isnan(block.logits[(long)place * rules.vocab + choice]);
 }
 
 // Whether the exact rule keeps a drafted token, if all before it are kept (Leviathan et al. 2023, algorithm 1).
 bool Decider::agrees_with(Block& block, int node) {
     if (agrees[node] != UNKNOWN) return agrees[node];
-    uint8_t keeps = block.drafted[node] == block.own[node];
+    uint8_t keeps = block.drafted[node] == block.choice[node];
     if (block.how) {
         const long at = (long)node * rules.vocab;
         const float* drawn_from = block.distributions ? block.distributions + at : nullptr;
@@ -329,7 +329,7 @@ bool Decider::agrees_with(Block& block, int node) {
 float Decider::regret(const Block& block, int node) const {
     if (!is_number(block, node)) return __builtin_nanf("");
     const float* logits = block.logits + (long)node * rules.vocab;
-    return logits[block.own[node]] - logits[block.drafted[node]];
+    return logits[block.choice[node]] - logits[block.drafted[node]];
 }
 
 // Returns how many tokens are kept, or LEFT_OPEN.
@@ -364,7 +364,7 @@ int Decider::keep_prefix(Block& block) {
 // NaN.
 int64_t Decider::follow(const Block& block, int kept) {
     if (!is_number(block, kept)) return NO_NUMBER;
-    if (!block.how) return block.own[kept];
+    if (!block.how) return block.choice[kept];
     float uniform;
     uniforms(block.rule.seed, block.length, SAMPLE, 1, &uniform);
     const long at = (long)kept * rules.vocab;

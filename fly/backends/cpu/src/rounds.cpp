@@ -77,10 +77,10 @@ int Series::look_beside(int i) {
 // Proposes tokens for all rows, and writes them after the rows' texts. Returns an error or OK.
 int Series::propose() {
     choose_drafts();
-    const int asked = draft.batch.rows;
-    if (!asked) return OK;
+    const int drafting_rows = draft.batch.rows;
+    if (!drafting_rows) return OK;
     const bool draws = args->rules->sampling.there();
-    for (int i = 0; i < asked; i++) {
+    for (int i = 0; i < drafting_rows; i++) {
         const int b = draft.row[i], length = args->row[b].length;
         stop[i] = args->row[b].stop, stops[i] = args->stops[b];
         raw[i] = args->draft_logits.there() ? args->draft_logits[b] : Span<float>();
@@ -94,7 +94,7 @@ int Series::propose() {
                                     draws ? drawing : Span<Sampling>(), coins, args->distributions, raw, heads ? nullptr : lookup, texts, stops,
                                     given))
         return error;
-    for (int i = 0; i < asked; i++) {
+    for (int i = 0; i < drafting_rows; i++) {
         const int b = draft.row[i], n = drafts[b] = heads && lookup ? look_beside(i) : proposed[i];
         RoundRow& row = args->row[b];
         const int64_t* tokens = chain + i * args->longest;

@@ -153,9 +153,9 @@ struct Series {
 
     // Whether ``token`` ends row ``b``.
     bool ends(int b, int64_t token) const {
-        bool found = false;
-        for (const int64_t id : args->row[b].stop) found |= id == token;
-        return found;
+        bool is_end = false;
+        for (const int64_t id : args->row[b].stop) is_end |= id == token;
+        return is_end;
     }
 
     // The drafted tokens of row ``b``'s block of this round.

@@ -96,8 +96,8 @@ void kept(const float* logits, int rows, int each, int vocab, const Sampling* ho
     for (int at = 0; at < rows * each; at++) {
         Sampling mine = how[at / each];
         if (!mine.temperature) mine.temperature = 1;  // not used, but avoids a division by 0
-        const Kept found = keep(mine, logits + (long)at * vocab, vocab, spread);
-        peak[at] = found.peak, least[at] = found.least, total[at] = __builtin_logf(found.total);
+        const Kept limits = keep(mine, logits + (long)at * vocab, vocab, spread);
+        peak[at] = limits.peak, least[at] = limits.least, total[at] = __builtin_logf(limits.total);
     }
 }
 
@@ -172,29 +172,29 @@ int64_t follow(const float* logits, int vocab, const Sampling* how, int64_t reje
 }
 
 // Finds the ``n`` largest logits, largest first (-inf if there are fewer), and then ln of the sum of exp over all logits.
-void top(const float* logits, int vocab, int n, float* found) {
-    for (int i = 0; i < n; i++) found[i] = -__builtin_inff();
+void top(const float* logits, int vocab, int n, float* largest) {
+    for (int i = 0; i < n; i++) largest[i] = -__builtin_inff();
     auto insert = [&](float x) {
         int at = n - 1;
-        for (; at > 0 && found[at - 1] < x; at--) found[at] = found[at - 1];
-        found[at] = x;
+        for (; at > 0 && largest[at - 1] < x; at--) largest[at] = largest[at - 1];
+        largest[at] = x;
     };
     alignas(64) float rest[W];
     const int whole = vocab / W * W;
     for (int i = 0; i < W; i++) rest[i] = whole + i < vocab ? logits[whole + i] : -__builtin_inff();
-    Vec least = set1(found[n - 1]);
+    Vec least = set1(largest[n - 1]);
     for (int v = 0; v <= whole; v += W) {
         const float* from = v < whole ? logits + v : rest;
         const Vec values = ld(from);
         if (equal(larger(values, least), least) == (1u << W) - 1) continue;
         for (int i = 0; i < W; i++)
-            if (from[i] > found[n - 1]) insert(from[i]);
-        least = set1(found[n - 1]);
+            if (from[i] > largest[n - 1]) insert(from[i]);
+        least = set1(largest[n - 1]);
     }
-    const Vec peak = set1(-found[0]);
+    const Vec peak = set1(-largest[0]);
     Vec all = zero();
     for (int v = 0; v <= whole; v += W) all += exponential(ld(v < whole ? logits + v : rest) + peak);
-    found[n] = found[0] + __builtin_logf(sum(all));
+    largest[n] = largest[0] + __builtin_logf(sum(all));
 }
 
 // The entropy in nats of the softmax of logits / temperature over the logits from ``least`` up. ``peak`` is the largest. With
