@@ -502,6 +502,22 @@ def test_fields_that_are_none_are_left_out_as_transformers_does(small: Tokenizer
     assert small.decode(apply(small, NONE, messages)) == theirs.apply_chat_template(messages, tokenize=False)
 
 
+@pytest.mark.parametrize("calls", [[], (), None])
+@pytest.mark.parametrize(
+    "condition",
+    ["m.tool_calls is defined", "'tool_calls' in m", "m.tool_calls is defined and m.tool_calls is not none"],
+)
+def test_an_empty_list_of_calls_is_no_call(small: Tokenizer, condition: str, calls: Any) -> None:
+    """Clients send an empty list for none, as OpenAI's interface allows. Templates of DeepSeek, Mistral and gpt-oss
+    take any list for calls, and then fail or leave the content out."""
+    choice = (
+        f"{{% if {condition} %}}{{{{ m.tool_calls[0].function.name }}}}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+    )
+    source = f"{{% for m in messages %}}{choice}{{% endfor %}}"
+    message = {"role": "assistant", "content": "a"}
+    assert apply(small, source, [{**message, "tool_calls": calls}]) == apply(small, source, [message])
+
+
 # --- speed -------------------------------------------------------------------------------------------------
 
 

@@ -412,7 +412,8 @@ def conversation(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Convert messages to the form that ``ChatTemplate.render`` takes.
 
     A message may have its thinking under ``reasoning_content``, ``thinking`` or ``reasoning``; the result has it under
-    the first two. A field that is None is left out, as transformers does. A content is a text, a list of parts of text
+    the first two. A field that is None is left out, as transformers does, and so is an empty list of calls: many
+    templates take any list for calls, and look for the first. A content is a text, a list of parts of text
     (``{"type": "text", "text": ...}``), or data that only some templates read. Raises ``ValueError`` for anything that
     is not a message.
     """
@@ -426,6 +427,8 @@ def conversation(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             lacks = "content" if isinstance(message.get("role"), str) else "role"
             raise ValueError(f"message {number} has no {lacks}: {shorten(dict(message))}")
         fields = {name: value for name, value in message.items() if value is not None}
+        if not fields.get("tool_calls", True):
+            del fields["tool_calls"]
         if isinstance(content := fields.get("content"), (list, tuple)):
             fields["content"] = _check_parts(number, content)
         thought = next((message[name] for name in _REASONING if message.get(name) is not None), None)
