@@ -32,6 +32,7 @@ from fly.serve.answers import Echo, Prepared, Vocabulary
 from fly.serve.clients import Client, Clients, Shares
 from fly.serve.errors import ApiError, ClientLeft, invalid
 from fly.serve.jsons import loads
+from fly.serve.messages import for_template
 from fly.serve.metrics import Measured, Metrics
 from fly.serve.requests import ChatRequest, CompletionRequest, Generation, SpeculationRequest, TokenizeRequest
 from fly.serve.rules import Rules, Speculation
@@ -338,7 +339,7 @@ class Service:
         """Encode messages with the chat template. A chat must leave room for an answer."""
         with self._errors_about("messages"):
             return self.tokenizer.apply_chat_template(
-                [message.for_template() for message in body.messages or ()],
+                for_template(body.messages or ()),
                 body.opens_turn,
                 at_most=self.context - 1 if isinstance(body, ChatRequest) else None,
                 continue_final_message=body.continue_final_message,
