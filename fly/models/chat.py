@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import cached_property, partial
-from itertools import accumulate, count, islice
+from itertools import accumulate, count, islice, takewhile
 from typing import Any, NamedTuple
 
 import jinja2
@@ -77,8 +77,9 @@ class ChatTemplate:
         """Render a conversation. The result knows who wrote each character (``fly.models.traced``).
 
         A content is a text to the template, or a list of parts if the template reads the parts of contents. A call's
-        arguments are an object or its JSON, and a content that a message lacks is absent, None or empty, whichever the
-        template takes and shows calls with; what it takes as it is stays. A message that the template shows at other
+        arguments are an object or its JSON, a content that a message lacks is absent, None or empty, and calls of one
+        message are one after another with their results, whichever the template takes and shows; what it takes as it
+        is stays. A message that the template shows at other
         places of a conversation, but not here, is left out with a warning, and so are calls that it never shows.
 
         Args:
@@ -345,14 +346,39 @@ def _write_core(text: str, writer: str) -> str:
 
 def _list_variants(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
     """Yield the messages, and then in other forms, as some templates need them: with other forms of calls' arguments,
-    with a content of None, and with an empty one, where there is none."""
+    with a content of None, and with an empty one, where there is none; and all these with one call in a message."""
     seen = list[Sequence[Message]]()
-    for content in (..., None, ""):
-        variant = messages if content is ... else [_fill_content(message, content) for message in messages]
-        for each in (variant, _with_other_arguments(variant)):
-            if each not in seen:
-                seen.append(each)
-                yield each
+    for called in (messages, _with_single_calls(messages)):
+        for content in (..., None, ""):
+            variant = called if content is ... else [_fill_content(message, content) for message in called]
+            for each in (variant, _with_other_arguments(variant)):
+                if each not in seen:
+                    seen.append(each)
+                    yield each
+
+
+def _with_single_calls(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the messages with each call in a message of its own, before its results: Llama's templates take no others.
+    Results that name no call stay after the last."""
+    converted = list[Message]()
+    number = 0
+    while number < len(messages):
+        message = messages[number]
+        number += 1
+        calls = message.get("tool_calls")
+        if not isinstance(calls, (list, tuple)) or len(calls) < 2:
+            converted.append(message)
+            continue
+        results = list(takewhile(lambda each: each["role"] == "tool", messages[number:]))
+        number += len(results)
+        for call in calls:
+            converted.append({**message, "tool_calls": [call]})
+            message = {name: value for name, value in message.items() if name in ("role", "tool_calls")}
+            id_ = call.get("id") if isinstance(call, Mapping) else None
+            converted += [each for each in results if id_ is not None and each.get("tool_call_id") == id_]
+            results = [each for each in results if id_ is None or each.get("tool_call_id") != id_]
+        converted += results
+    return converted
 
 
 def _fill_content(message: Message, content: str | None) -> Message:
