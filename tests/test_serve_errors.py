@@ -364,7 +364,17 @@ def test_a_model_without_a_tokenizer_is_refused(alone: LLM) -> None:
         ({"guided_choice": ["a"], "response_format": {"type": "json_object"}}, "guided_choice", "response_format"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "'structural_tag'"),
-        ({"guided_regex": "("}, "guided_regex", "cannot be used"),
+        ({"guided_regex": "("}, "guided_regex", "guided_regex: regex '(' cannot be used"),
+        (
+            {"structured_outputs": {"regex": "("}},
+            "structured_outputs",
+            "structured_outputs: regex '(' cannot be used",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {"type": "null"}}}}},
+            "response_format",
+            "response_format: json_schema",
+        ),
         ({"guided_grammar": "root ::= ("}, "guided_grammar", "guided_grammar"),
         ({"guided_choice": []}, "guided_choice", "at least 1"),
         ({"priority": 1.5}, "priority", "integer"),

@@ -349,7 +349,7 @@ class ChatRequest(Conversation, Generation):
 
     @model_validator(mode="after")
     def _what_belongs_together(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: needs logprobs: true")
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise ValueError("max_completion_tokens: give this or max_tokens")
