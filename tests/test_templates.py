@@ -503,7 +503,8 @@ def test_fields_that_are_none_are_left_out_as_transformers_does(small: Tokenizer
 
 
 SINGLE = (
-    "{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}{{ raise_exception('one') }}{% endif %}"
+    "{% for m in messages %}{% if m.tool_calls %}"
+    "{% if m.tool_calls | length != 1 %}{{ raise_exception('one') }}{% endif %}"
     "({{ m.content }}{{ m.tool_calls[0].function.name }}){% else %}[{{ m.content }}]{% endif %}{% endfor %}"
 )
 
