@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import cached_property, partial
-from itertools import accumulate, count, islice, takewhile
+from itertools import accumulate, chain, count, islice, takewhile
 from typing import Any, NamedTuple
 
 import jinja2
@@ -79,8 +79,8 @@ class ChatTemplate:
         A content is a text to the template, or a list of parts if the template reads the parts of contents. A call's
         arguments are an object or its JSON, a content that a message lacks is absent, None or empty, and calls of one
         message are one after another with their results, whichever the template takes and shows; what it takes as it
-        is stays. A message that the template shows at other
-        places of a conversation, but not here, is left out with a warning, and so are calls that it never shows.
+        is stays. A message that the template shows at other places of a conversation, but not here, is left out with a
+        warning, and so are calls that it never shows.
 
         Args:
             messages: what ``conversation`` returns.
@@ -348,7 +348,8 @@ def _list_variants(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
     """Yield the messages, and then in other forms, as some templates need them: with other forms of calls' arguments,
     with a content of None, and with an empty one, where there is none; and all these with one call in a message."""
     seen = list[Sequence[Message]]()
-    for called in (messages, _with_single_calls(messages)):
+    for single in (False, True):
+        called = _with_single_calls(messages) if single else messages
         for content in (..., None, ""):
             variant = called if content is ... else [_fill_content(message, content) for message in called]
             for each in (variant, _with_other_arguments(variant)):
@@ -369,15 +370,16 @@ def _with_single_calls(messages: Sequence[Message]) -> Sequence[Message]:
         if not isinstance(calls, (list, tuple)) or len(calls) < 2:
             converted.append(message)
             continue
-        results = list(takewhile(lambda each: each["role"] == "tool", messages[number:]))
-        number += len(results)
+        results: dict[str, list[Message]] = {}  # by the id of their call
+        for result in takewhile(lambda each: each["role"] == "tool", islice(messages, number, None)):
+            results.setdefault(str(result.get("tool_call_id")), []).append(result)
+            number += 1
         for call in calls:
             converted.append({**message, "tool_calls": [call]})
-            message = {name: value for name, value in message.items() if name in ("role", "tool_calls")}
-            id_ = call.get("id") if isinstance(call, Mapping) else None
-            converted += [each for each in results if id_ is not None and each.get("tool_call_id") == id_]
-            results = [each for each in results if id_ is None or each.get("tool_call_id") != id_]
-        converted += results
+            message = {"role": message["role"]}
+            if isinstance(call, Mapping) and call.get("id") is not None:
+                converted += results.pop(str(call["id"]), ())
+        converted += chain.from_iterable(results.values())
     return converted
 
 

@@ -47,7 +47,7 @@ class Body(BaseModel):
         fields = known_fields(cls)
         if isinstance(data, dict) and not data.keys() <= fields.keys():  # must be quick: there may be 100,000 messages
             if "type" in fields and isinstance(data.get("type"), str) and data["type"] not in _known_types(cls):
-                return data  # an object of another type has other fields, so its type is the error
+                return {name: data[name] for name in fields if name in data}  # its type, which says more, is the error
             unknown = [name for name in data if name not in fields]
             place = cls._place({name: data[name] for name in unknown}) if len(unknown) < 6 else ""
             shown = [
