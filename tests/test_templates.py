@@ -502,6 +502,17 @@ def test_fields_that_are_none_are_left_out_as_transformers_does(small: Tokenizer
     assert small.decode(apply(small, NONE, messages)) == theirs.apply_chat_template(messages, tokenize=False)
 
 
+def test_a_template_that_takes_no_form_of_calls_is_quoted(small: Tokenizer) -> None:
+    """Not how it fails where a call has no content, which is a form that we tried."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+        "{{ m.content + '' }}{% endfor %}"
+    )
+    call = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {}}}]}
+    with pytest.raises(ValueError, match="refused the messages: no tools here"):
+        apply(small, source, [*user("a"), call, {"role": "tool", "tool_call_id": "1", "content": "b"}])
+
+
 SINGLE = (
     "{% for m in messages %}{% if m.tool_calls %}"
     "{% if m.tool_calls | length != 1 %}{{ raise_exception('one') }}{% endif %}"

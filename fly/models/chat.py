@@ -167,7 +167,10 @@ class ChatTemplate:
             try:
                 text, forms = self._render_in_form(partial(attempt, variant), variant)
             except ValueError as error:
-                refusal = refusal or error
+                # What the template says itself is clearer than how it fails on a form that it does not read.
+                says = isinstance(error.__cause__, Refusal)
+                if refusal is None or (says and not isinstance(refusal.__cause__, Refusal)):
+                    refusal = error
                 continue
             lost_calls = _list_lost_calls(variant, text, forms)
             if rendered is None or not lost_calls:
