@@ -177,6 +177,12 @@ def test_log_probabilities_of_both_kinds(client: OpenAI, alone: LLM) -> None:
     assert all(len(likely) == 2 for likely in told.top_logprobs)
 
 
+def test_no_likely_tokens_of_no_log_probabilities_are_none(client: OpenAI) -> None:
+    for fields in ({"top_logprobs": 0}, {"top_logprobs": 0, "logprobs": False}):
+        got = client.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=1, extra_body=fields)
+        assert got.choices[0].logprobs is None
+
+
 def test_tokens_of_split_characters_have_their_own_bytes(alone: LLM) -> None:
     assert alone.tokenizer is not None
     vocabulary = Vocabulary(alone.tokenizer)

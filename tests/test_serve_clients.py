@@ -50,6 +50,8 @@ def test_headers_that_matter_are_given_once(name: str) -> None:
         ("GET", "1.1", [], "host is missing"),
         ("GET", "1.0", [], None),
         ("GET", "3.0", [HOST], "is not supported"),
+        ("POST", "1.1", [HOST, (b"content-encoding", b"gzip")], "content-encoding 'gzip' is not read"),
+        ("POST", "1.1", [HOST, (b"content-encoding", b"identity")], None),
     ],
 )
 def test_headers_that_leave_something_open(method: str, version: str, headers: Any, says: str | None) -> None:

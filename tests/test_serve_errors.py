@@ -29,7 +29,15 @@ from tests.serving import CHAT, MODEL, Running, eventually, running
     ("change", "param", "says"),
     [
         ({"mystery": 1}, "mystery", "'mystery'"),
-        ({"functions": []}, "functions", "'functions'"),
+        ({"functions": []}, "functions", "'functions' (did you mean 'tools'?); known"),
+        (
+            {"functions": [], "function_call": "auto"},
+            "functions",
+            "'functions' (did you mean 'tools'?), 'function_call' (did you mean 'tool_choice'?); known",
+        ),
+        ({"prompt": "a"}, "prompt", "'prompt' (of /v1/completions); known"),
+        ({"echo": True, "best_of": 1}, "echo", "'echo', 'best_of' (of /v1/completions); known"),
+        ({"extra_body": {"top_k": 1}}, "extra_body", "an argument of OpenAI's client"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
         ({"temperature": "hot"}, "temperature", "valid number"),
         ({"top_p": 0}, "top_p", "greater than 0"),
@@ -58,6 +66,31 @@ from tests.serving import CHAT, MODEL, Running, eventually, running
         ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role", "'system'"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "valid string"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.type", "'text'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+            "messages.0.content.0.type",
+            "Input should be 'text', got 'image_url'",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}]},
+            "messages.0.content.0.type",
+            "Input should be 'text', got 'refusal'",
+        ),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type", "'function', got 'custom'"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+            "tool_choice.type",
+            "'function', got 'allowed_tools'",
+        ),
+        ({"response_format": {"type": "grammar", "grammar": "a"}}, "response_format.type", "got 'grammar'"),
+        ({"response_format": {"type": 1, "schema": {}}}, "response_format.schema", "'schema'"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0.tool_calls.0.function", "required"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
+            "messages.0.tool_calls.0.function.name",
+            "required",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "messages.0.tool_calls.0", "dictionary"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "x": 1}]}]}, "messages.0.content.0.x", "'x'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "required"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "unknown role tool"),
@@ -114,6 +147,7 @@ def test_bad_requests_are_named(here: Running, change: dict[str, Any], param: st
         ({"n": 2, "best_of": 1}, "best_of", "1 must equal n (2)"),
         ({"response_format": "json_object"}, "response_format", "valid dictionary, got 'json_object'"),
         ({"suffix": "x"}, "suffix", "None"),
+        ({"messages": []}, "messages", "'messages' (of /v1/chat/completions); known"),
         ({"echo": True, "logprobs": 1, "stream": True}, "echo", "whole answer"),
         ({"prompt_logprobs": 1, "stream": True}, None, "prompt_logprobs needs a whole answer"),
         ({"prompt_logprobs": 21}, "prompt_logprobs", "20"),
@@ -330,7 +364,17 @@ def test_a_model_without_a_tokenizer_is_refused(alone: LLM) -> None:
         ({"guided_choice": ["a"], "response_format": {"type": "json_object"}}, "guided_choice", "response_format"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "'structural_tag'"),
-        ({"guided_regex": "("}, "guided_regex", "cannot be used"),
+        ({"guided_regex": "("}, "guided_regex", "guided_regex: regex '(' cannot be used"),
+        (
+            {"structured_outputs": {"regex": "("}},
+            "structured_outputs",
+            "structured_outputs: regex '(' cannot be used",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {"type": "null"}}}}},
+            "response_format",
+            "response_format: json_schema",
+        ),
         ({"guided_grammar": "root ::= ("}, "guided_grammar", "guided_grammar"),
         ({"guided_choice": []}, "guided_choice", "at least 1"),
         ({"priority": 1.5}, "priority", "integer"),
@@ -351,3 +395,18 @@ def test_bad_values_of_vllms_fields_are_named(here: Running, asked: dict[str, An
 def test_what_is_not_there_is_said(here: Running, path: str, said: str) -> None:
     got = httpx.post(f"{here.url}/v1/{path}", json={"model": MODEL, "input": "a"})
     assert got.status_code == 404 and said in got.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"), ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completions/", "/v1/chat/completions"), ("/api/v1/completions", "/v1/completions"),
+        ("/v1/engines/x/completions", "/v1/completions"), ("/models", "/v1/models"), ("/v1/health", "/health"),
+        ("/v1/moderations", None), ("/v1", None),
+    ],
+)  # fmt: skip
+def test_a_path_that_ends_like_another_names_it(here: Running, path: str, meant: str | None) -> None:
+    got = httpx.post(f"{here.url}{path}", json={"model": MODEL})
+    message = got.json()["error"]["message"]
+    assert got.status_code == 404 and (f"(did you mean {meant!r}?)" if meant else f"at {path!r}; paths") in message

@@ -8,14 +8,16 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import jsonschema
+import openai
 import pytest
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 from openai import OpenAI
+from pydantic import BaseModel
 from tokenizers import AddedToken
 
 from fly import SamplingParams
@@ -27,7 +29,7 @@ from fly.runner.request import Token, Why
 from fly.runner.structured import Grammars
 from fly.serve.answers import Completion, Prepared, Vocabulary
 from fly.serve.jsons import loads
-from fly.serve.messages import Message
+from fly.serve.messages import Message, for_template
 from fly.serve.requests import ChatRequest
 from fly.serve.rules import Rules
 from fly.serve.tools import FORMATS, CallReader, format_of, grammar
@@ -254,6 +256,21 @@ def test_arguments_that_clients_send_are_an_object_to_templates(sent: Any, argum
     assert message.for_template()["tool_calls"][0]["function"] == {"name": "f", "arguments": arguments}
 
 
+@given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.sampled_from(["f", "g"])), max_size=6), st.data())
+def test_a_result_has_the_name_of_the_call_whose_id_it_bears(calls: list[tuple[str, str]], data: st.DataObject) -> None:
+    """That of the last such call before it. A name that a client sends stays, as transformers' documentation has it."""
+    messages, expected = [], []
+    names: dict[str, str] = {}
+    for id_, name in calls:
+        call = {"id": id_, "type": "function", "function": {"name": name, "arguments": "{}"}}
+        messages.append(Message(role="assistant", tool_calls=[call]))
+        names[id_] = name
+        answered, sent = data.draw(st.sampled_from(["a", "b", None])), data.draw(st.sampled_from([None, "h"]))
+        messages.append(Message(role="tool", tool_call_id=answered, name=sent, content="1"))
+        expected.append(sent or names.get(answered or ""))
+    assert [message.get("name") for message in for_template(messages) if message["role"] == "tool"] == expected
+
+
 CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
 
 
@@ -434,6 +451,32 @@ def test_a_named_function_is_called_once_and_its_result_read(here: Running, clie
     assert f"<tool_call>{said}</tool_call><|end|><|user|>18 degrees<|end|><|assistant|>" in told
     after = client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS, max_tokens=8)
     assert after.usage is not None and after.usage.prompt_tokens == len(here.service.tokenizer.encode(told, False))
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own, of its message
+def test_a_message_that_openais_client_has_parsed_can_be_sent_back(client: OpenAI) -> None:
+    """Its ``parse`` adds what it has read: ``parsed`` to the message, ``parsed_arguments`` to a call."""
+
+    class Answer(BaseModel):
+        city: Literal["Oslo", "Rome"]
+
+    function = openai.pydantic_function_tool(Answer)
+    asked: dict[str, Any] = {"model": MODEL, "messages": CHAT, "temperature": 0}
+    texts = client.chat.completions.parse(**asked, response_format=Answer)
+    calls = client.chat.completions.parse(**asked, tools=[function], tool_choice="required", parallel_tool_calls=False)
+    for answer in (texts, calls):
+        message: Any = answer.choices[0].message
+        plain = message.model_dump(mode="json", exclude={"parsed"}, warnings=False)
+        for call in plain["tool_calls"] or ():
+            assert call["function"].pop("parsed_arguments")["city"] in ("Oslo", "Rome")
+        expected = Message.model_validate(plain).for_template()
+        for sent in (message, message.model_dump(mode="json", warnings=False)):
+            again = client.chat.completions.create(**{**asked, "messages": [*CHAT, sent]}, max_tokens=1)
+            alike = client.chat.completions.create(**{**asked, "messages": [*CHAT, plain]}, max_tokens=1)
+            assert again.usage is not None and alike.usage is not None
+            assert again.usage.prompt_tokens == alike.usage.prompt_tokens
+        assert Message.model_validate(message.model_dump(mode="json", warnings=False)).for_template() == expected
+    assert texts.choices[0].message.parsed and calls.choices[0].message.tool_calls
 
 
 def test_what_is_said_of_calls_stays_text(here: Running, client: OpenAI) -> None:

@@ -502,6 +502,58 @@ def test_fields_that_are_none_are_left_out_as_transformers_does(small: Tokenizer
     assert small.decode(apply(small, NONE, messages)) == theirs.apply_chat_template(messages, tokenize=False)
 
 
+def test_a_template_that_takes_no_form_of_calls_is_quoted(small: Tokenizer) -> None:
+    """Not how it fails where a call has no content, which is a form that we tried."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+        "{{ m.content + '' }}{% endfor %}"
+    )
+    call = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {}}}]}
+    with pytest.raises(ValueError, match="refused the messages: no tools here"):
+        apply(small, source, [*user("a"), call, {"role": "tool", "tool_call_id": "1", "content": "b"}])
+
+
+SINGLE = (
+    "{% for m in messages %}{% if m.tool_calls %}"
+    "{% if m.tool_calls | length != 1 %}{{ raise_exception('one') }}{% endif %}"
+    "({{ m.content }}{{ m.tool_calls[0].function.name }}){% else %}[{{ m.content }}]{% endif %}{% endfor %}"
+)
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=2, max_size=4), st.booleans(), st.data())
+def test_calls_of_one_message_come_one_by_one_where_a_template_takes_one(
+    small: Tokenizer, names: list[str], known: bool, data: st.DataObject
+) -> None:
+    """As Llama 3.1's does ("This model only supports single tool-calls at once!"). Each result follows its call, in
+    whatever order they come; a result of no known call comes last."""
+    calls = [{"id": str(number), "function": {"name": name}} for number, name in enumerate(names)]
+    results = [{"role": "tool", "tool_call_id": str(n), "content": f"the {name}"} for n, name in enumerate(names)]
+    order = data.draw(st.permutations(results))
+    further = [] if known else [{"role": "tool", "tool_call_id": "x", "content": "system"}]
+    messages = [{"role": "assistant", "content": "user", "tool_calls": calls}, *further, *order]
+    one_by_one = "".join(f"({'' if n else 'user'}{name})[the {name}]" for n, name in enumerate(names))
+    text = small.decode(apply(small, SINGLE, [*messages, *user("a")]))
+    assert text == small.decode(small.encode(one_by_one + ("" if known else "[system]") + "[a]", False))
+    several = SINGLE.replace(" != 1", " > 9")  # a template that takes several gets them as they are
+    assert small.decode(apply(small, several, messages)).count("(") == 1
+
+
+@pytest.mark.parametrize("calls", [[], (), None])
+@pytest.mark.parametrize(
+    "condition",
+    ["m.tool_calls is defined", "'tool_calls' in m", "m.tool_calls is defined and m.tool_calls is not none"],
+)
+def test_an_empty_list_of_calls_is_no_call(small: Tokenizer, condition: str, calls: Any) -> None:
+    """Clients send an empty list for none, as OpenAI's interface allows. Templates of DeepSeek, Mistral and gpt-oss
+    take any list for calls, and then fail or leave the content out."""
+    choice = (
+        f"{{% if {condition} %}}{{{{ m.tool_calls[0].function.name }}}}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+    )
+    source = f"{{% for m in messages %}}{choice}{{% endfor %}}"
+    message = {"role": "assistant", "content": "a"}
+    assert apply(small, source, [{**message, "tool_calls": calls}]) == apply(small, source, [message])
+
+
 # --- speed -------------------------------------------------------------------------------------------------
 
 

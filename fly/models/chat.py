@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import cached_property, partial
-from itertools import accumulate, count, islice
+from itertools import accumulate, chain, count, islice, takewhile
 from typing import Any, NamedTuple
 
 import jinja2
@@ -77,9 +77,10 @@ class ChatTemplate:
         """Render a conversation. The result knows who wrote each character (``fly.models.traced``).
 
         A content is a text to the template, or a list of parts if the template reads the parts of contents. A call's
-        arguments are an object or its JSON, and a content that a message lacks is absent, None or empty, whichever the
-        template takes and shows calls with; what it takes as it is stays. A message that the template shows at other
-        places of a conversation, but not here, is left out with a warning, and so are calls that it never shows.
+        arguments are an object or its JSON, a content that a message lacks is absent, None or empty, and calls of one
+        message are one after another with their results, whichever the template takes and shows; what it takes as it
+        is stays. A message that the template shows at other places of a conversation, but not here, is left out with a
+        warning, and so are calls that it never shows.
 
         Args:
             messages: what ``conversation`` returns.
@@ -166,7 +167,10 @@ class ChatTemplate:
             try:
                 text, forms = self._render_in_form(partial(attempt, variant), variant)
             except ValueError as error:
-                refusal = refusal or error
+                # What the template says itself is clearer than how it fails on a form that it does not read.
+                says = isinstance(error.__cause__, Refusal)
+                if refusal is None or (says and not isinstance(refusal.__cause__, Refusal)):
+                    refusal = error
                 continue
             lost_calls = _list_lost_calls(variant, text, forms)
             if rendered is None or not lost_calls:
@@ -345,14 +349,41 @@ def _write_core(text: str, writer: str) -> str:
 
 def _list_variants(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
     """Yield the messages, and then in other forms, as some templates need them: with other forms of calls' arguments,
-    with a content of None, and with an empty one, where there is none."""
+    with a content of None, and with an empty one, where there is none; and all these with one call in a message."""
     seen = list[Sequence[Message]]()
-    for content in (..., None, ""):
-        variant = messages if content is ... else [_fill_content(message, content) for message in messages]
-        for each in (variant, _with_other_arguments(variant)):
-            if each not in seen:
-                seen.append(each)
-                yield each
+    for single in (False, True):
+        called = _with_single_calls(messages) if single else messages
+        for content in (..., None, ""):
+            variant = called if content is ... else [_fill_content(message, content) for message in called]
+            for each in (variant, _with_other_arguments(variant)):
+                if each not in seen:
+                    seen.append(each)
+                    yield each
+
+
+def _with_single_calls(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the messages with each call in a message of its own, before its results: Llama's templates take no others.
+    Results that name no call stay after the last."""
+    converted = list[Message]()
+    number = 0
+    while number < len(messages):
+        message = messages[number]
+        number += 1
+        calls = message.get("tool_calls")
+        if not isinstance(calls, (list, tuple)) or len(calls) < 2:
+            converted.append(message)
+            continue
+        results: dict[str, list[Message]] = {}  # by the id of their call
+        for result in takewhile(lambda each: each["role"] == "tool", islice(messages, number, None)):
+            results.setdefault(str(result.get("tool_call_id")), []).append(result)
+            number += 1
+        for call in calls:
+            converted.append({**message, "tool_calls": [call]})
+            message = {"role": message["role"]}
+            if isinstance(call, Mapping) and call.get("id") is not None:
+                converted += results.pop(str(call["id"]), ())
+        converted += chain.from_iterable(results.values())
+    return converted
 
 
 def _fill_content(message: Message, content: str | None) -> Message:
@@ -412,7 +443,8 @@ def conversation(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Convert messages to the form that ``ChatTemplate.render`` takes.
 
     A message may have its thinking under ``reasoning_content``, ``thinking`` or ``reasoning``; the result has it under
-    the first two. A field that is None is left out, as transformers does. A content is a text, a list of parts of text
+    the first two. A field that is None is left out, as transformers does, and so is an empty list of calls: many
+    templates take any list for calls, and look for the first. A content is a text, a list of parts of text
     (``{"type": "text", "text": ...}``), or data that only some templates read. Raises ``ValueError`` for anything that
     is not a message.
     """
@@ -426,6 +458,8 @@ def conversation(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             lacks = "content" if isinstance(message.get("role"), str) else "role"
             raise ValueError(f"message {number} has no {lacks}: {shorten(dict(message))}")
         fields = {name: value for name, value in message.items() if value is not None}
+        if not fields.get("tool_calls", True):
+            del fields["tool_calls"]
         if isinstance(content := fields.get("content"), (list, tuple)):
             fields["content"] = _check_parts(number, content)
         thought = next((message[name] for name in _REASONING if message.get(name) is not None), None)

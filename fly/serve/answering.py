@@ -13,7 +13,7 @@ from starlette.types import Receive
 from fly.engine.job import News
 from fly.engine.worker import Worker
 from fly.runner.structured import StructuredError
-from fly.serve.errors import ApiError, ClientLeft
+from fly.serve.errors import ApiError, ClientLeft, invalid_form
 from fly.serve.metrics import Measured
 from fly.serve.turns import Turns
 
@@ -87,7 +87,7 @@ class Answering:
         last = self._pending.popleft()
         error = last.error if isinstance(last, News) else last
         if isinstance(error, StructuredError):
-            raise ApiError(400, str(error), self.form, "invalid_value")
+            raise invalid_form(self.form, str(error))
         if error is not None:
             raise ApiError(500, f"the request failed: {type(error).__name__}: {error}", code="generation_failed")
         return None

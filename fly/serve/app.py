@@ -347,6 +347,15 @@ _ABSENT = {
 }
 
 
+def _find_meant(path: str, paths: Sequence[str]) -> str:
+    """Return a question whether a path means another that ends like it, as without ``/v1`` or with it twice."""
+    ends = path.rstrip("/")
+    meant = max(
+        (each for each in paths if ends.endswith(each.removeprefix("/v1")) and each != "/"), key=len, default=""
+    )
+    return f" (did you mean {meant!r}?)" if meant else ""
+
+
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def ours(request: Request, error: ApiError) -> Response:
@@ -357,9 +366,10 @@ def _add_errors(app: FastAPI) -> None:
     async def http(request: Request, error: StarletteHTTPException) -> Response:
         message = str(error.detail)
         if error.status_code == 404:
-            paths = ", ".join(sorted(str(route.path) for route in app.routes if isinstance(route, APIRoute)))
-            absent = _ABSENT.get(request.url.path.removeprefix("/v1/").partition("/")[0], "")
-            message = f"there is nothing at {shorten(request.url.path)}{absent}; paths: {paths}"
+            paths = sorted(str(route.path) for route in app.routes if isinstance(route, APIRoute))
+            path = request.url.path
+            hint = _ABSENT.get(path.removeprefix("/v1/").partition("/")[0], "") or _find_meant(path, paths)
+            message = f"there is nothing at {shorten(path)}{hint}; paths: {', '.join(paths)}"
         elif error.status_code == 405:
             allowed = (error.headers or {}).get("Allow")
             message = f"{shorten(request.url.path)} takes no {request.method}; methods: {allowed}"

@@ -53,9 +53,9 @@ def read(kind: type[Model], data: bytes, content_type: str) -> Model:
 def _wrong(error: ValidationError, body: Any) -> ApiError:
     """Word the error of a body that does not validate.
 
-    Unknown fields come first. If a value may have several types, pydantic reports one error per type. Then an error
-    about the value's own type is shown or, if there is none, the one deepest in the body: the client most likely meant
-    that type.
+    Unknown fields come first, unless their object is of another ``type``. If a value may have several types, pydantic
+    reports one error per type. Then an error about the value's own type is shown or, if there is none, the one deepest
+    in the body: the client most likely meant that type.
     """
 
     # The location of a problem in the body. pydantic's own location also has the names of types.
@@ -77,7 +77,10 @@ def _wrong(error: ValidationError, body: Any) -> ApiError:
 
     problems = error.errors(include_url=False)
     fault: Any = next((p for p in problems if p["type"] in _UNKNOWN), problems[0])
-    if fault["type"] not in _UNKNOWN:
+    place = path(fault)
+    if of_type := [p for p in problems if p["type"] == "literal_error" and path(p) == [*place[:-1], "type"]]:
+        fault = of_type[0]
+    elif fault["type"] not in _UNKNOWN:
         fault = max((p for p in problems if path(p)[:1] == path(fault)[:1]), key=rank)
     # Describe the problem, and name its field.
     location, message = list(map(str, path(fault))), message_of(fault)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address, ip_network
 from pathlib import Path
 
+from fly.errors import shorten
 from fly.serve.settings import Settings, wrong_with_key
 
 __all__ = ["Client", "Clients", "Shares", "read_keys", "wrong_with_headers"]
@@ -105,6 +106,9 @@ def wrong_with_headers(method: str, version: str, headers: Iterable[tuple[bytes,
         return "content-length and transfer-encoding are both given"
     if header_values.get(b"transfer-encoding", b"chunked").strip().lower() != b"chunked":
         return "transfer-encoding: only chunked is read"
+    encoding = header_values.get(b"content-encoding", b"identity").strip().lower()
+    if encoding != b"identity":
+        return f"content-encoding {shorten(encoding.decode('latin-1'))} is not read; send the body as it is"
     if method in _BODILESS and (
         header_values.get(b"content-length", b"0").strip() != b"0" or b"transfer-encoding" in header_values
     ):

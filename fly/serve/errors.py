@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-__all__ = ["ApiError", "ClientLeft", "Plain", "error_body", "invalid"]
+__all__ = ["ApiError", "ClientLeft", "Plain", "error_body", "invalid", "invalid_form"]
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -51,6 +51,12 @@ class ApiError(Exception):
 def invalid(name: str, problem: str, code: str = "invalid_value") -> ApiError:
     """Build the error of a request whose field ``name`` has a ``problem``."""
     return ApiError(400, f"{name}: {problem}", name, code)
+
+
+def invalid_form(name: str, message: str) -> ApiError:
+    """Build the error of a request whose form, which its field ``name`` holds, cannot be used or followed. ``message``
+    is the engine's, which calls any form structured."""
+    return invalid(name, message.removeprefix("structured "))
 
 
 class ClientLeft(Exception):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, NotRequired, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -27,6 +28,7 @@ __all__ = [
     "Part",
     "Tool",
     "Tools",
+    "for_template",
     "known_fields",
 ]
 
@@ -44,15 +46,22 @@ class Body(BaseModel):
         """Refuse unknown fields, all in one error, before anything else is checked."""
         fields = known_fields(cls)
         if isinstance(data, dict) and not data.keys() <= fields.keys():  # must be quick: there may be 100,000 messages
+            if "type" in fields and isinstance(data.get("type"), str) and data["type"] not in _known_types(cls):
+                return {name: data[name] for name in fields if name in data}  # its type, which says more, is the error
             unknown = [name for name in data if name not in fields]
-            unknown_text = ", ".join(map(shorten, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
-            hint = cls._place({name: data[name] for name in unknown}) if len(unknown) < 6 else ""
-            if not hint and len(unknown) == 1 and len(unknown[0]) < 100:
-                hint = did_you_mean(unknown[0], fields)
+            place = cls._place({name: data[name] for name in unknown}) if len(unknown) < 6 else ""
+            shown = [
+                shorten(name) + (did_you_mean(name, fields) if not place and len(name) < 100 else "")
+                for name in unknown[:5]
+            ]
             raise PydanticCustomError(
                 "unknown_parameter",
                 "unknown or unsupported: {shown}; known: {known}",
-                {"shown": unknown_text + hint, "known": ", ".join(fields), "name": str(unknown[0])[:100]},
+                {
+                    "shown": ", ".join(shown) + (", ..." if len(unknown) > 5 else "") + place,
+                    "known": ", ".join(fields),
+                    "name": str(unknown[0])[:100],
+                },
             )
         return data
 
@@ -68,6 +77,11 @@ def known_fields(model: type[BaseModel]) -> dict[str, None]:
     return {field.alias or name: None for name, field in model.model_fields.items()}
 
 
+def _known_types(model: type[BaseModel]) -> tuple[str, ...]:
+    """Return the values that the field ``type`` of a model may have."""
+    return get_args(model.model_fields["type"].annotation)
+
+
 class Part(TypedDict):
     """A part of a message. Images, sounds and files are not supported. This is not a ``Body``, because a request may
     have 100,000 parts and they are read in the event loop."""
@@ -78,19 +92,38 @@ class Part(TypedDict):
     text: str
 
 
+class CalledFunction(TypedDict):
+    """The function that a call names. It may have further fields, which the chat template gets."""
+
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
+
+    name: str
+
+
+class MessageCall(TypedDict):
+    """A call that a message repeats. It may have further fields, which the chat template gets."""
+
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
+
+    id: NotRequired[str | None]
+    function: CalledFunction
+
+
 class Message(Body):
-    """A message. The message of an answer can be sent back unchanged."""
+    """A message. The message of an answer can be sent back unchanged. ``parsed`` is what OpenAI's client adds to
+    it, the object that it has read from the content; the template does not get it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[Part], Field(fail_fast=True, max_length=MOST)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MOST)] | None = None
+    tool_calls: Annotated[list[MessageCall], Field(fail_fast=True, max_length=MOST)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    parsed: Any = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
@@ -117,12 +150,24 @@ class Message(Body):
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4 * MOST)]
 
 
-def _read_arguments(call: dict[str, Any]) -> dict[str, Any]:
+def for_template(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    """Return messages as chat templates expect them. A result of a tool without a name has that of the call with its
+    id: OpenAI's clients send the id alone, and some templates show the name alone."""
+    names: dict[str | None, str] = {}
+    converted = []
+    for message in messages:
+        fields = message.for_template()
+        if message.role == "tool" and message.tool_call_id in names:
+            fields.setdefault("name", names[message.tool_call_id])
+        names |= {call["id"]: call["function"]["name"] for call in fields.get("tool_calls", ()) if call.get("id")}
+        converted.append(fields)
+    return converted
+
+
+def _read_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     """Turn a call's arguments into an object, as templates expect. Without arguments it is empty; arguments that are
-    not the JSON of an object stay as they are."""
-    function = call.get("function")
-    if not isinstance(function, dict):
-        return call
+    not the JSON of an object stay as they are. OpenAI's client adds ``parsed_arguments``, which repeat them."""
+    function = {name: value for name, value in call["function"].items() if name != "parsed_arguments"}
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -130,10 +175,12 @@ def _read_arguments(call: dict[str, Any]) -> dict[str, Any]:
         except TooMuch as error:
             raise ValueError(f"arguments of a call: {error}") from None
         except ValueError:
-            return call
+            return {**call, "function": function}
     if arguments is None:
         arguments = {}
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+    if isinstance(arguments, dict):
+        function["arguments"] = arguments
+    return {**call, "function": function}
 
 
 class Function(Body):

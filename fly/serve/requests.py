@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import BeforeValidator, Field, model_validator
@@ -125,6 +125,7 @@ class Generation(Body):
     the answer; ``return_token_ids`` returns the token ids of prompt and answer.
     """
 
+    path: ClassVar[str]  # of the endpoint
     model: str
     temperature: Finite | None = Field(None, ge=0)
     top_p: Finite | None = Field(None, gt=0, le=1)
@@ -165,8 +166,12 @@ class Generation(Body):
 
     @classmethod
     def _place(cls, unknown: dict[str, Any]) -> str:
-        within = unknown.keys() <= SpeculationRequest.model_fields.keys()
-        return f' (write "speculation": {_shown(unknown)})' if within else ""
+        if unknown.keys() <= SpeculationRequest.model_fields.keys():
+            return f' (write "speculation": {_shown(unknown)})'
+        if unknown.keys() == {"extra_body"}:
+            return " (an argument of OpenAI's client: in a body, what it holds stands beside the other fields)"
+        paths = [kind.path for kind in Generation.__subclasses__() if unknown.keys() <= known_fields(kind).keys()]
+        return f" (of {paths[0]})" if paths else ""
 
     @model_validator(mode="after")
     def _not_too_much_is_bad(self) -> Generation:
@@ -296,6 +301,7 @@ class CompletionRequest(Generation):
     """``/v1/completions``. Special tokens that a text prompt spells out are encoded as special tokens. ``echo`` with
     ``logprobs`` lists the prompt's tokens too; ``prompt_logprobs`` (from vLLM) lists them separately."""
 
+    path = "/v1/completions"
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST)]
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -332,6 +338,7 @@ class CompletionRequest(Generation):
 class ChatRequest(Conversation, Generation):
     """``/v1/chat/completions``. The chat template gets ``tools`` and ``chat_template_kwargs``."""
 
+    path = "/v1/chat/completions"
     messages: Messages
     max_completion_tokens: int | None = Field(None, ge=0, lt=2**31)
     logprobs: bool | None = None
@@ -342,7 +349,7 @@ class ChatRequest(Conversation, Generation):
 
     @model_validator(mode="after")
     def _what_belongs_together(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: needs logprobs: true")
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise ValueError("max_completion_tokens: give this or max_tokens")

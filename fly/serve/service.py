@@ -30,8 +30,9 @@ from fly.serve import bodies
 from fly.serve.answering import until_left
 from fly.serve.answers import Echo, Prepared, Vocabulary
 from fly.serve.clients import Client, Clients, Shares
-from fly.serve.errors import ApiError, ClientLeft, invalid
+from fly.serve.errors import ApiError, ClientLeft, invalid, invalid_form
 from fly.serve.jsons import loads
+from fly.serve.messages import for_template
 from fly.serve.metrics import Measured, Metrics
 from fly.serve.requests import ChatRequest, CompletionRequest, Generation, SpeculationRequest, TokenizeRequest
 from fly.serve.rules import Rules, Speculation
@@ -189,8 +190,9 @@ class Service:
         except ValueError as error:
             message, param = str(error), _param_of(str(error))
             if param == "structured":
-                functions = [function.name for function in body.usable]
-                message, param = wrong_with_tools(message, functions) if body.calls_by_form else message, form
+                if not body.calls_by_form:
+                    raise invalid_form(form, message) from None
+                message, param = wrong_with_tools(message, [function.name for function in body.usable]), form
             raise ApiError(400, message, param, "invalid_value") from None
         echoes = None
         if isinstance(body, CompletionRequest) and body.echo:
@@ -338,7 +340,7 @@ class Service:
         """Encode messages with the chat template. A chat must leave room for an answer."""
         with self._errors_about("messages"):
             return self.tokenizer.apply_chat_template(
-                [message.for_template() for message in body.messages or ()],
+                for_template(body.messages or ()),
                 body.opens_turn,
                 at_most=self.context - 1 if isinstance(body, ChatRequest) else None,
                 continue_final_message=body.continue_final_message,
