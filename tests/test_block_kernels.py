@@ -354,6 +354,18 @@ def test_a_lookup_beside_a_head_goes_on_in_one_call_as_round_by_round(
 
 
 @pytest.mark.parametrize("kind", ["dflash", "p-eagle"])
+def test_a_drawn_draft_goes_on_with_a_shorter_copy_in_one_call_too(kind: str) -> None:
+    """Copies have three tokens, and drafts of the head alone five or more."""
+    prompts = [[n % 4, n // 4, 1, 3, n % 3] for n in range(12)]
+    one_call, one_by_one = (
+        drafts_of(LookupDraft(NGramDraft(3, 1, 3), BlockDraft(small_runs(kind, COMPILED, 6))), prompts, 6.0, stretch)
+        for stretch in (60, 0)
+    )
+    assert one_call == one_by_one
+    assert any((3, kept) in drafts for _, drafts in one_call for kept in range(4))
+
+
+@pytest.mark.parametrize("kind", ["dflash", "p-eagle"])
 @pytest.mark.parametrize("temperature", [0.0, 3.0])
 def test_a_lookup_beside_a_head_shares_a_call_and_drafts_more(kind: str, temperature: float) -> None:
     prompts = [[n % 4, n // 4, 1, 3, n % 3] for n in range(12)]
