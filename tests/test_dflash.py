@@ -39,6 +39,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "reduced": {"draft_vocab_size": 24},
     "sliding": {"layers": SLIDING, "causal": (True, False, True)},
     "sliding, not causal": {"layers": SLIDING, "causal": (False, False, False)},
+    "sliding from each place": {"layers": SLIDING, "causal": (True, False, True), "anchored": False},
+    "sliding from each place, not causal": {"layers": SLIDING, "causal": (False, False, False), "anchored": False},
     "one kv head": {"layers": {"num_key_value_heads": 1, "attention_bias": True}},
     "vanilla": {"anchor_first": True, "markov": "vanilla", "markov_rank": 6},
     "gated": {"anchor_first": True, "markov": "gated", "markov_rank": 6, "confidence": True, "draft_vocab_size": 24},
@@ -47,6 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "confident": {"anchor_first": True, "markov": "vanilla", "markov_rank": 6, "confidence": True,
                   "confidence_with_markov": True},
 }  # fmt: skip
+PACKAGED = [kind for kind in KINDS if "each place" not in kind]  # those that the package ``speculators`` has
 
 
 def make_layer(**options: Any) -> LlamaConfig:
@@ -89,7 +92,8 @@ def turn(x_THD: Tensor, positions: list[int], theta: float) -> Tensor:
 
 def naive_block(head: DFlashHead, states_TF: Tensor, anchor: int) -> Tensor:
     """The hidden states [K, C] of a block after a text, by the paper's description alone (arXiv 2602.06036): the whole
-    context from the start, one place after another."""
+    context from the start, one place after another. Windows are those of speculators 0.9
+    (``create_anchor_block_mask_mod``) or of z-lab's code (``_attention_mask`` in ``dflash/model.py``)."""
     config, layer, weights = head.config, head.config.layer, dict(head.stored())
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -113,8 +117,13 @@ def naive_block(head: DFlashHead, states_TF: Tensor, anchor: int) -> Tensor:
         q, k = turn(q, positions[length:], layer.rope_theta), turn(k, positions, layer.rope_theta)
         out = torch.zeros_like(q)
         for place in range(size):
-            first = 0 if window is None else max(length - window, 0)
-            last = length + (place + 1 if config.causal[number] else size)
+            at, first, last = length + place, 0, length + size
+            if window is not None and config.anchored:
+                first = max(length - window, 0)
+            elif window is not None:
+                first, last = max(at - window + 1, 0), min(at + window, last)
+            if config.causal[number]:
+                last = at + 1
             for each in range(layer.num_attention_heads):
                 scores = k[first:last, each // group] @ q[place, each] / math.sqrt(width)
                 out[place, each] = scores.softmax(0) @ v[first:last, each // group]
@@ -290,7 +299,7 @@ def speculators_logits(
     return list(logits[:, 0 if config.sample_from_anchor else 1 :])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PACKAGED)
 def test_the_naive_twin_says_what_speculators_says(kind: str, tmp_path: Path) -> None:
     """Of three documents at once, of other lengths each."""
     head, generator = make_head(5, **KINDS[kind]), torch.Generator().manual_seed(5)
@@ -380,7 +389,7 @@ def specforge(raw: dict[str, Any]) -> dict[str, Any]:
     return found | {"architectures": ["DSparkDraftModel"]}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PACKAGED)
 def test_what_is_saved_is_loaded(kind: str, tmp_path: Path) -> None:
     head = make_head(2, torch.float32, **KINDS[kind])
     save_dflash_head(head, tmp_path, torch.float32)
@@ -391,17 +400,24 @@ def test_what_is_saved_is_loaded(kind: str, tmp_path: Path) -> None:
     assert torch.equal(again.to_target_U, head.to_target_U)
 
 
+def test_a_window_that_the_format_cannot_describe_is_not_saved(tmp_path: Path) -> None:
+    head = make_head(2, torch.float32, **KINDS["sliding from each place"])
+    with pytest.raises(ValueError, match="windows that count from each place have no form"):
+        save_dflash_head(head, tmp_path, torch.float32)
+
+
 @pytest.mark.parametrize(
     ("kind", "form"),
     [("fill-in", zlab), ("sliding", zlab), ("anchor-first", deepspec), ("vanilla", deepspec), ("confident", deepspec),
      ("rnn", deepspec), ("confident", specforge), ("rnn", specforge)],
 )  # fmt: skip
 def test_the_formats_say_the_same(kind: str, form: Any, tmp_path: Path) -> None:
-    """Layers' numbers among them: z-lab and DeepSpec count from 0 on, speculators from 1 on."""
+    """Layers' numbers among them: z-lab and DeepSpec count from 0 on, speculators from 1 on. But windows count from the
+    anchor in speculators alone."""
     head = make_head(2, torch.float32, **KINDS[kind])
     save_dflash_head(head, tmp_path, torch.float32)
     raw = json.loads((tmp_path / "config.json").read_text())
-    expected = head.config.model_copy(update={"target_layers": 4})
+    expected = head.config.model_copy(update={"target_layers": 4, "anchored": kind != "sliding"})
     (tmp_path / "config.json").write_text(json.dumps(form(raw)))
     assert load_dflash_head(tmp_path).config == expected and head_kind(tmp_path) == DFLASH
     assert expected.states == (1, 2, 4) and form(raw).get("target_layer_ids", [0, 1, 3]) == [0, 1, 3]

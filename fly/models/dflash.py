@@ -55,6 +55,9 @@ class DFlashConfig(BaseModel):
         anchor_first: the output layout. True: place k predicts the token after it, so a block gives ``block_size``
             drafts. False: place k predicts its own token, and the anchor's place predicts nothing.
         causal: for each layer, whether a place of the block sees no place after it.
+        anchored: whether the window of a sliding layer counts from the anchor: all places see the last tokens of the
+            context, and the whole block (``speculators``). Otherwise it counts from each place, in both directions and
+            with the place itself (z-lab's code, SpecForge).
         markov: the kind of DSpark's Markov head; None: there is none. ``markov_rank`` is its rank.
         confidence: whether there is a confidence head. ``confidence_with_markov``: it also reads the token before.
 
@@ -72,6 +75,7 @@ class DFlashConfig(BaseModel):
     mask_token_id: int = Field(ge=0)
     anchor_first: bool = False
     causal: tuple[bool, ...]
+    anchored: bool = True
     markov: Markov | None = None
     markov_rank: int = Field(default=0, ge=0)
     confidence: bool = False
@@ -130,6 +134,14 @@ class DFlashConfig(BaseModel):
             )
         return usual
 
+    def sees(self, layer: int, place: Tensor, key: Tensor, anchor: Tensor | int) -> Tensor:
+        """Return whether places of a block see tokens of the context, which are before its ``anchor``, or other places,
+        in a layer. All are given by their positions."""
+        seen = key <= place if self.causal[layer] else torch.ones_like(key <= place)
+        if (window := self.layer.windows[layer]) is None:
+            return seen
+        return seen & (key >= anchor - window if self.anchored else (place - key).abs() < window)
+
     @classmethod
     def from_hf(cls, raw: dict[str, Any], source: str = "config.json") -> DFlashConfig:
         """Read the dictionary of a head's ``config.json``, in any format. Raises ``CheckpointError``."""
@@ -160,6 +172,7 @@ class DFlashConfig(BaseModel):
                 mask_token_id=mask,
                 anchor_first=stated.get("sample_from_anchor", spark or "Qwen3DSparkModel" in names),
                 causal=_causal(stated, layer, packaged, source),
+                anchored=packaged or not any(layer.windows),
                 markov=stated.get("markov_head_type", "vanilla") if rank else None,
                 markov_rank=rank,
                 confidence=confidence,
@@ -169,7 +182,10 @@ class DFlashConfig(BaseModel):
             raise CheckpointError(f"{source}: {explain(error)}") from error
 
     def to_hf(self, dtype: str, **extra: Any) -> dict[str, Any]:
-        """Return the ``config.json`` of the head in the format of ``speculators``, with ``extra`` added."""
+        """Return the ``config.json`` of the head in the format of ``speculators``, with ``extra`` added. Raises
+        ``ValueError`` for a head that this format cannot describe."""
+        if not self.anchored:
+            raise ValueError("windows that count from each place have no form in config.json")
         kind = "dspark" if self.markov or self.confidence else "dflash"
         layer = {**self.layer.to_hf(dtype), "architectures": None, "tie_word_embeddings": False}
         raw: dict[str, Any] = {
@@ -229,7 +245,7 @@ def _causal(stated: dict[str, Any], layer: LlamaConfig, packaged: bool, source: 
 
 class BlockKV(KV, Protocol):
     """The part of a KV cache that a head uses. ``attend`` is called with the places of blocks; what each place sees is
-    this object's to know (``DFlashConfig.causal``, and the layers' windows)."""
+    this object's to know (``DFlashConfig.sees``)."""
 
     def store(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> object:
         """Store keys and values of the context."""
