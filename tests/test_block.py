@@ -556,6 +556,10 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     assert torch.equal(load_head(changed(tmp_path / "parallel", {"mask_hidden": flat})).mask_hidden, again.mask_hidden)
     with pytest.raises(CheckpointError, match=r"unexpected tensors for this configuration: .*layers.1.input_layernorm"):
         load_head(changed(tmp_path / "parallel", {}, mask_token_id=None, num_hidden_layers=1))
+    with pytest.raises(CheckpointError, match="mask_token_id is missing, which a P-EAGLE head needs"):
+        load_head(changed(tmp_path / "parallel", {}, architectures=["PEagleDraftModel"]))
+    with pytest.raises(CheckpointError, match="num_depths 8 is not supported: nothing is known of it"):
+        load_head(changed(tmp_path / "parallel", {}, mask_token_id=23, num_depths=8))
     with pytest.raises(ValueError, match=r"is a head of another kind; write eagle3\("):
         LLM(target_on("torch"), f"block({tmp_path}/eagle)")
     with pytest.raises(ValueError, match=r"is a head of another kind; write block\("):

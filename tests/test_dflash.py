@@ -384,6 +384,7 @@ def specforge(raw: dict[str, Any]) -> dict[str, Any]:
     found["dflash_config"] |= {
         "projector_type": "dspark",
         "attention_mode": "gqa",
+        "confidence_head_alpha": 1.0,
         **{name: raw[name] for name in names},
     }
     return found | {"architectures": ["DSparkDraftModel"]}
@@ -451,6 +452,26 @@ def test_published_configurations(tmp_path: Path) -> None:
     assert (config.block_size, config.layer.hidden_size, config.confidence_with_markov) == (8, 4096, True)
 
 
+def test_a_head_of_specforge_has_what_it_says() -> None:
+    """The defaults of SpecForge's ``DSparkDraftModel`` are none of those of ``speculators``: no Markov head, and a
+    confidence head if its loss had a weight."""
+    raw = specforge(make_config(**KINDS["confident"]).to_hf("float32"))
+    alone: dict[str, Any] = {"mask_token_id": MASK, "target_layer_ids": [0, 1, 3], "markov_rank": 6}
+    for options, expected in (
+        ({}, (None, False, False)),
+        ({"confidence_head_alpha": 1.0}, (None, True, False)),
+        ({"confidence_head_alpha": 0.0}, (None, False, False)),
+        ({"confidence_head_alpha": 1.0, "enable_confidence_head": False}, (None, False, False)),
+        ({"markov_rank": 6, "markov_head_type": "rnn", "enable_confidence_head": True}, ("rnn", True, False)),
+        (
+            {"markov_rank": 6, "confidence_head_alpha": 1.0, "confidence_head_with_markov": True},
+            ("vanilla", True, True),
+        ),
+    ):
+        config = DFlashConfig.from_hf(raw | {"dflash_config": {**alone, "markov_rank": 0, **options}})
+        assert (config.markov, config.confidence, config.confidence_with_markov) == expected and config.anchor_first
+
+
 @pytest.mark.parametrize(
     ("options", "causal"),
     [
@@ -469,19 +490,19 @@ def test_what_decides_whether_a_block_is_causal(options: dict[str, Any], causal:
     "names",
     [
         {"": "model."}, {"layers.0.": "midlayer."}, {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."},
-        "fused",
+        {"markov_head.": "logit_head.markov_head.", "confidence_head.": "logit_head.confidence_head."}, "fused",
     ],
     ids=str,
 )  # fmt: skip
 def test_other_names_of_tensors(names: Any, tmp_path: Path) -> None:
-    head = make_head(2, torch.float32, layers={"attention_bias": True})
+    head = make_head(2, torch.float32, layers={"attention_bias": True}, markov="gated", markov_rank=6, confidence=True)
     save_dflash_head(head, tmp_path, torch.float32)
     tensors = load_file(tmp_path / "model.safetensors")
     if names == "fused":
         for key in [key for key in tensors if "q_proj" in key]:
             parts = [tensors.pop(key.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")]
             tensors[key.replace("q_proj", "qkv_proj")] = torch.cat(parts)
-        for key in [key for key in tensors if "gate_proj" in key]:
+        for key in [key for key in tensors if "mlp.gate_proj" in key]:
             parts = [tensors.pop(key.replace("gate_proj", part)) for part in ("gate_proj", "up_proj")]
             tensors[key.replace("gate_proj", "gate_up_proj")] = torch.cat(parts)
     else:
@@ -524,22 +545,65 @@ def test_the_targets_last_layer_is_left_out_of_the_list(tmp_path: Path) -> None:
         ({}, {"dflash_config": {"projector_type": "domino"}}, "projector_type 'domino' is not supported"),
         ({}, {"dflash_config": {"attention_mode": "mla"}}, "attention_mode 'mla' is not supported"),
         ({}, {"enable_qwen35_gated_q_proj": True}, "enable_qwen35_gated_q_proj True is not supported"),
-        ({}, {"dflash_config": {"new_field": 1}}, r"dflash_config has \['new_field'\], which are not supported"),
+        ({}, {"speculators_model_type": "hass"}, r"of type 'hass' is not supported: choices: \['eagle3', 'peagle'"),
+        ({}, {"quantization_config": {"quant_method": "fp8"}}, "weights quantised by 'fp8' are not supported"),
         ({}, {"mask_token_id": None}, "mask_token_id is missing"),
         ({}, {"mask_token_id": 40}, "mask_token_id 40 is outside 40 tokens"),
         ({}, {"block_size": 1}, "block_size 1 drafts no token"),
+        ({}, {"block_size": 0}, "block_size"),
+        ({}, {"draft_vocab_size": 0}, "draft_vocab_size"),
+        ({}, {"target_hidden_size": 0}, "target_hidden_size"),
         ({}, {"markov_rank": 4, "markov_head_type": "lstm"}, "markov"),
         ({}, {"aux_hidden_state_layer_ids": [1, "2"]}, "must list numbers of layers, got"),
         ({}, {"draft_vocab_size": 41}, "draft_vocab_size 41 exceeds vocab_size 40"),
         ({}, {"num_target_layers": -1}, "target_layers"),
         ({}, {"dflash_config": {"num_target_layers": "many"}}, "target_layers"),
         ({}, {"is_causal": "false"}, "is_causal 'false' must be true or false"),
+        ({}, {"sliding_window_non_causal": "false"}, "sliding_window_non_causal 'false' must be true or false"),
+        ({}, {"sample_from_anchor": 0}, "sample_from_anchor 0 must be true or false"),
+        ({}, {"enable_confidence_head": "no"}, "enable_confidence_head 'no' must be true or false"),
+        ({}, {"target_layer_ids": [1, 2, 4]}, r"\[1, 2, 4\] and target_layer_ids \[1, 2, 4\] disagree"),
     ],
 )  # fmt: skip
 def test_what_is_not_built_or_does_not_fit_is_named(tensors: Any, config: Any, said: str, tmp_path: Path) -> None:
     save_dflash_head(make_head(2, torch.float32), tmp_path, torch.float32)
     with pytest.raises(CheckpointError, match=said):
         load_dflash_head(changed(tmp_path, tensors, **config))
+
+
+# Fields that no published format has at this place, with values that may change what a head computes: names of other
+# models and engines, and any.
+UNKNOWN = st.one_of(
+    st.sampled_from(
+        ["attention_sinks", "sinks", "add_full_attention_sink_bias", "attn_softcap", "final_logit_soft_cap",
+         "residual_multiplier", "logits_scaling", "query_pre_attn_scalar", "embedding_multiplier",
+         "scale_emb", "use_qk_norm", "norm_type", "num_nextn_predict_layers", "mtp_num_hidden_layers",
+         "rope_interleave", "gru_hidden_dim", "emb_dim", "pure_draft_prefix_len", "shift_label",
+         "attn_output_gate", "mlp_conv", "attention_chunk_size", "zero_centered_gamma"]
+    ),
+    st.text("abcdefghijklmnopqrstuvwxyz", min_size=12, max_size=14),
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    UNKNOWN, st.sampled_from([True, 1, 0.5, "rms", [1], {"rank": 2}]),
+    st.sampled_from([zlab, specforge, deepspec, None]),
+    st.sampled_from(["", "dflash_config", "transformer_layer_config", "eagle_config"]),
+)  # fmt: skip
+def test_a_field_of_which_nothing_is_known_is_named(name: str, value: object, form: Any, where: str) -> None:
+    """At any place and in any format. What asks for nothing is no error."""
+    raw = make_config(**KINDS["confident"]).to_hf("float32")
+    if form is not None:
+        raw = form(raw)
+        where = where.replace("transformer_layer_config", "")
+    for asked in (value, None, False, 0, [], {}):
+        changed_raw = raw | ({where: {**raw.get(where, {}), name: asked}} if where else {name: asked})
+        if asked:
+            with pytest.raises(CheckpointError, match=f"{name} .* is not supported: nothing is known of it"):
+                DFlashConfig.from_hf(changed_raw)
+        else:
+            assert DFlashConfig.from_hf(changed_raw) == DFlashConfig.from_hf(raw)
 
 
 def test_layers_of_another_type_are_refused() -> None:
@@ -563,6 +627,7 @@ def test_places_of_settings_that_are_refused(tmp_path: Path) -> None:
     raw = json.loads((tmp_path / "config.json").read_text())
     for change, said in (
         ({"use_sliding_window": False}, "layer_types has sliding layers, but use_sliding_window is not true"),
+        ({"quantization_config": {"quant_method": "awq"}}, "weights quantised by 'awq' are not supported"),
         ({"rope_parameters": {"sliding_attention": {}}}, "rope_parameters for each kind of layer are not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
         ({"rope_scaling": {"rope_type": "odd"}}, "rope type 'odd' is not supported"),

@@ -28,18 +28,44 @@ from torch import Tensor, nn
 from fly.errors import explain
 from fly.models.config import CheckpointError, LlamaConfig, json_object, read_json
 from fly.models.families import FULL, SLIDING
-from fly.models.heads import DFLASH, NOT_BUILT, TrainedHead, check_built, find_mask_id, layer_config, read_tensors
+from fly.models.heads import (
+    DFLASH,
+    MASK_IDS,
+    TrainedHead,
+    check_built,
+    count_of,
+    find_mask_id,
+    flag_of,
+    layer_config,
+    read_tensors,
+)
 from fly.models.llama import KV, Layer, Norm
 from fly.models.loading import resolve_dtype
 
 __all__ = ["BlockKV", "Corrected", "DFlashConfig", "DFlashHead", "MarkovHead", "load_dflash_head", "save_dflash_head"]
 
 Markov = Literal["vanilla", "gated", "rnn"]
-# All fields of ``dflash_config`` that are read.
-_READ = {"mask_token_id", "target_layer_ids", "num_target_layers", "block_size", "causal", "sample_from_anchor"}
-_READ |= {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
+# The fields that are read at the top or in ``dflash_config``, and those that are read at the top alone. A weight of a
+# training (``confidence_head_alpha``) says whether there is a confidence head.
+_READ = {
+    "target_layer_ids",
+    "num_target_layers",
+    "block_size",
+    "is_causal",
+    "causal",
+    "sample_from_anchor",
+    "markov_rank",
+}
+_READ |= {"markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha"}
+_READ_AT_TOP = {*MASK_IDS, "aux_hidden_state_layer_ids", "sliding_window_non_causal"}
+_FIELDS = {"dflash_config": {"mask_token_id", *_READ}, "": _READ | _READ_AT_TOP}
 # Other names of tensors, as some checkpoints have them.
-_RENAMED = {"midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+_RENAMED = {
+    "midlayer.": "layers.0.",
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+    "logit_head.": "",
+}
 
 
 class DFlashConfig(BaseModel):
@@ -145,38 +171,36 @@ class DFlashConfig(BaseModel):
     @classmethod
     def from_hf(cls, raw: dict[str, Any], source: str = "config.json") -> DFlashConfig:
         """Read the dictionary of a head's ``config.json``, in any format. Raises ``CheckpointError``."""
-        check_built(raw, (DFLASH,), source)
-        nested = json_object(raw, "dflash_config", source)
-        if unknown := sorted(nested.keys() - _READ - NOT_BUILT.keys()):
-            raise CheckpointError(
-                f"{source}: dflash_config has {unknown}, which are not supported; choices: {sorted(_READ)}"
-            )
-        stated = {**raw, **nested}
+        check_built(raw, (DFLASH,), _FIELDS, source)
+        stated = {**raw, **json_object(raw, "dflash_config", source)}
         layer = layer_config(raw, source, "qwen3")
         packaged = "transformer_layer_config" in raw
         names = {*(raw.get("architectures") or [])}
-        # DSpark's heads and all of DeepSpec's begin at the anchor. DSpark's have a Markov head unless its rank is 0.
+        # DSpark's heads and all of DeepSpec's begin at the anchor. In ``speculators``, DSpark's have a Markov head
+        # unless its rank is 0, and a confidence head. In SpecForge they have what they say.
         spark = raw.get("speculators_model_type") == "dspark" or bool(names & {"DSparkSpeculator", "DSparkDraftModel"})
-        rank = stated.get("markov_rank", 256 if spark else 0)
-        confidence = stated.get("enable_confidence_head", spark)
+        rank = count_of(stated, "markov_rank", 256 if spark and packaged else 0)
+        trained = bool(stated.get("confidence_head_alpha"))
+        confidence = flag_of(stated, "enable_confidence_head", (spark and packaged) or trained, source)
         if (mask := find_mask_id(raw)) is None:
             raise CheckpointError(f"{source}: mask_token_id is missing")
         try:
             return cls(
                 layer=layer,
-                draft_vocab_size=raw.get("draft_vocab_size") or layer.vocab_size,
-                target_hidden_size=raw.get("target_hidden_size") or layer.hidden_size,
+                draft_vocab_size=count_of(raw, "draft_vocab_size", layer.vocab_size),
+                target_hidden_size=count_of(raw, "target_hidden_size", layer.hidden_size),
                 target_layers=stated.get("num_target_layers"),
                 states=_stated(stated, source),
-                block_size=stated.get("block_size") or (8 if packaged else 16),
+                block_size=count_of(stated, "block_size", 8 if packaged else 16),
                 mask_token_id=mask,
-                anchor_first=stated.get("sample_from_anchor", spark or "Qwen3DSparkModel" in names),
+                anchor_first=flag_of(stated, "sample_from_anchor", spark or "Qwen3DSparkModel" in names, source),
                 causal=_causal(stated, layer, packaged, source),
                 anchored=packaged or not any(layer.windows),
                 markov=stated.get("markov_head_type", "vanilla") if rank else None,
                 markov_rank=rank,
                 confidence=confidence,
-                confidence_with_markov=confidence and stated.get("confidence_head_with_markov", spark),
+                confidence_with_markov=confidence
+                and flag_of(stated, "confidence_head_with_markov", spark and packaged, source),
             )
         except ValidationError as error:
             raise CheckpointError(f"{source}: {explain(error)}") from error
@@ -220,13 +244,20 @@ class DFlashConfig(BaseModel):
 def _stated(stated: dict[str, Any], source: str) -> tuple[int, ...] | None:
     """Return the layers after which the configuration takes hidden states. ``speculators`` counts layers in this way.
     z-lab and DeepSpec number the layers from 0 on, and -1 is the embedding: add 1."""
+    lists = dict[str, tuple[int, ...]]()
     for name, offset in (("aux_hidden_state_layer_ids", 0), ("target_layer_ids", 1)):
         if (ids := stated.get(name)) is None:
             continue
         if not isinstance(ids, list) or not all(type(number) is int and number + offset >= 0 for number in ids):
             raise CheckpointError(f"{source}: {name} must list numbers of layers, got {ids!r}")
-        return tuple(number + offset for number in ids)
-    return None
+        lists[name] = tuple(number + offset for number in ids)
+    if len({*lists.values()}) > 1:
+        counted, numbered = lists.values()
+        raise CheckpointError(
+            f"{source}: aux_hidden_state_layer_ids {list(counted)} and target_layer_ids "
+            f"{[number - 1 for number in numbered]} disagree: each of the former is one more than the latter"
+        )
+    return next(iter(lists.values()), None)
 
 
 def _causal(stated: dict[str, Any], layer: LlamaConfig, packaged: bool, source: str) -> tuple[bool, ...]:
@@ -234,12 +265,9 @@ def _causal(stated: dict[str, Any], layer: LlamaConfig, packaged: bool, source: 
     then ``causal`` does. Otherwise sliding layers are causal and full ones are not; ``speculators`` may say that
     sliding layers are not causal either."""
     for name in ("is_causal", "causal"):
-        if (value := stated.get(name)) is None:
-            continue
-        if not isinstance(value, bool):
-            raise CheckpointError(f"{source}: {name} {value!r} must be true or false")
-        return (value,) * layer.num_hidden_layers
-    sliding = not (packaged and stated.get("sliding_window_non_causal", False))
+        if stated.get(name) is not None:
+            return (flag_of(stated, name, False, source),) * layer.num_hidden_layers
+    sliding = not (packaged and flag_of(stated, "sliding_window_non_causal", False, source))
     return tuple(kind == SLIDING and sliding for kind in layer.layer_types or (FULL,) * layer.num_hidden_layers)
 
 
