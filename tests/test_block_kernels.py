@@ -170,6 +170,18 @@ def test_a_block_is_that_of_pytorch(kind: str, lengths: list[int], seed: int, cu
     assert near(found, wanted, kernels) and near(found_logits, wanted_logits, kernels)
 
 
+@pytest.mark.parametrize("anchored", [True, False])
+def test_a_window_may_be_the_largest_number_there_is(anchored: bool) -> None:
+    """Of 32 bits: places see what they see without a window."""
+    layers = {**SLIDING, "sliding_window": 2**31 - 1}
+    head = make_head(1, torch.float32, layers=layers, causal=(False,) * 3, anchored=anchored)
+    texts = Texts([pytorch_twin(make_head(1, torch.float32), COMPILED), prepared(head, COMPILED)], [9, 2], [4], 1)
+    (wanted, _), (found, _) = (
+        cast(TorchDFlashHead, executor).places(*last, [1, 2], 4) for executor, last in zip(texts.executors, texts.last)
+    )
+    assert near(found, wanted, COMPILED)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([*PARALLEL]), st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(0, 5),

@@ -364,7 +364,8 @@ inline const uint8_t* mask_of(const Row& row, int n) {
 // The end of the tokens that a row's new token ``n`` sees.
 inline int end_seen(const Call* call, const Layer& layer, const Row& row, int n) {
     if (!call->in_blocks || layer.causal) return row.start + n + 1;
-    return row.start + (layer.window && !layer.anchored ? min_of(row.count, n + layer.window) : row.count);
+    const int ahead = row.count - n;
+    return row.start + n + (layer.window && !layer.anchored ? min_of(ahead, layer.window) : ahead);
 }
 
 // The first token that a row's new token ``n`` sees, if it sees only the last ``window`` of its tokens (0: all).
