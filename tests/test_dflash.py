@@ -431,6 +431,12 @@ def test_published_configurations(tmp_path: Path) -> None:
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 5,
         "vocab_size": 151936, "rope_theta": 1000000, "num_target_layers": 36, "block_size": 16,
         "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+        # What transformers writes beside it.
+        "attention_bias": False, "attention_dropout": 0.0, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "bos_token_id": 151643, "eos_token_id": 151645, "dtype": "bfloat16", "hidden_act": "silu", "use_cache": True,
+        "initializer_range": 0.02, "layer_types": ["full_attention"] * 5, "max_position_embeddings": 40960,
+        "max_window_layers": 5, "rms_norm_eps": 1e-6, "rope_scaling": None, "sliding_window": None,
+        "tie_word_embeddings": False, "transformers_version": "4.57.1", "use_sliding_window": False,
     }  # fmt: skip
     config = DFlashConfig.from_hf(raw)
     assert (config.states, config.block_size, config.drafts) == ((2, 10, 18, 26, 34), 16, 15)
@@ -439,7 +445,7 @@ def test_published_configurations(tmp_path: Path) -> None:
     config = DFlashConfig.from_hf(raw)
     assert config.states is None and config.inputs == 5 and config.states_of(36) == (2, 10, 18, 26, 34)
     assert DFlashConfig.from_hf({**raw, "num_target_layers": None}).states_of(32) == (2, 9, 16, 23, 30)
-    one = DFlashConfig.from_hf({**raw, "num_hidden_layers": 1})
+    one = DFlashConfig.from_hf({**raw, "num_hidden_layers": 1, "layer_types": None})
     assert one.states_of(36) == (19,)
     with pytest.raises(ValueError, match=r"for a target of 36 layers \(num_target_layers\), not 32"):
         config.states_of(32)
@@ -575,7 +581,7 @@ def test_what_is_not_built_or_does_not_fit_is_named(tensors: Any, config: Any, s
 # models and engines, and any.
 UNKNOWN = st.one_of(
     st.sampled_from(
-        ["attention_sinks", "sinks", "add_full_attention_sink_bias", "attn_softcap", "final_logit_soft_cap",
+        ["attention_sinks", "sinks", "mlp_bias", "add_full_attention_sink_bias", "attn_softcap", "final_logit_soft_cap",
          "residual_multiplier", "logits_scaling", "query_pre_attn_scalar", "embedding_multiplier",
          "scale_emb", "use_qk_norm", "norm_type", "num_nextn_predict_layers", "mtp_num_hidden_layers",
          "rope_interleave", "gru_hidden_dim", "emb_dim", "pure_draft_prefix_len", "shift_label",

@@ -23,6 +23,7 @@ from fly.errors import explain
 from fly.models.config import CheckpointError, LlamaConfig, json_object, read_json
 from fly.models.heads import (
     EAGLE3,
+    LAYER,
     MASK_IDS,
     PEAGLE,
     TrainedHead,
@@ -41,7 +42,11 @@ __all__ = ["Eagle3Head", "HeadConfig", "HeadLayer", "load_head", "save_head"]
 
 _FLAGS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
 _STATES = "eagle_aux_hidden_state_layer_ids"
-_FIELDS = {"": {*_FLAGS, *MASK_IDS, _STATES}, "eagle_config": {_STATES, "parallel_draft_heads_num_layers"}}
+_FIELDS = {
+    "": {*_FLAGS, *MASK_IDS, _STATES, "mlp_bias"},
+    LAYER: {"mlp_bias"},
+    "eagle_config": {_STATES, "parallel_draft_heads_num_layers"},
+}
 
 
 class HeadConfig(BaseModel):

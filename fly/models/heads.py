@@ -23,7 +23,7 @@ from fly.models.directory import Directory
 from fly.models.families import FAMILIES, OPTIONS, SLIDING
 from fly.models.llama import signed_tables
 
-__all__ = ["DFLASH", "EAGLE3", "PEAGLE", "TrainedHead", "find_mask_id", "head_kind"]
+__all__ = ["DFLASH", "EAGLE3", "LAYER", "PEAGLE", "TrainedHead", "find_mask_id", "head_kind"]
 
 # The kinds of heads: EAGLE-3 drafts token after token. DFlash, DSpark and P-EAGLE draft a block in one forward.
 EAGLE3, DFLASH, PEAGLE = "eagle3", "dflash", "peagle"
@@ -82,8 +82,8 @@ _IDLE = {
     "tokenizer_class", "top_k", "top_p", "torch_dtype", "transformers_version", "typical_p", "unk_token_id",
     "use_cache",
 }  # fmt: skip
-_LAYER = "transformer_layer_config"
-_LAYER_FIELDS = _IDLE | FAMILIES["llama"].options | FAMILIES["qwen3"].options
+LAYER = "transformer_layer_config"
+_LAYER_FIELDS = _IDLE | FAMILIES["qwen3"].options
 _LAYER_FIELDS |= LlamaConfig.model_fields.keys() - OPTIONS - {"family"}
 _LAYER_FIELDS |= {"architectures", "hidden_act", "model_type", "partial_rotary_factor", "rope_parameters"}
 _LAYER_FIELDS |= {"quantization_config", "use_sliding_window", *EXPERTS}
@@ -149,8 +149,8 @@ def check_built(
     if (kind := kind_of(raw)) not in kinds:
         choices = [name for name, each in _ARCHITECTURES.items() if each in kinds]
         raise CheckpointError(f"{source}: architecture {names or 'missing'} is not a draft head; choices: {choices}")
-    parts = {name: json_object(raw, name, source) for name in ("dflash_config", "eagle_config", _LAYER)}
-    known = {"": {*parts, *_TOP_FIELDS, *(() if _LAYER in raw else _LAYER_FIELDS)}, _LAYER: _LAYER_FIELDS}
+    parts = {name: json_object(raw, name, source) for name in ("dflash_config", "eagle_config", LAYER)}
+    known = {"": {*parts, *_TOP_FIELDS, *(() if LAYER in raw else _LAYER_FIELDS)}, LAYER: _LAYER_FIELDS}
     known = {name: {*known.get(name, ()), *fields.get(name, ())} for name in ("", *parts)}
     for where, part in {"": raw, **parts}.items():
         strict = kind != EAGLE3 or where == "eagle_config"
@@ -191,10 +191,10 @@ def layer_config(raw: dict[str, Any], source: str, family: str | None = None) ->
     """Read the configuration of a head's layers, as a model of ``family`` (None: of the family that it states).
     ``speculators`` nests it in ``transformer_layer_config``, and leaves out the defaults of transformers. Raises
     ``CheckpointError``."""
-    nested = _LAYER in raw
+    nested = LAYER in raw
     layer_settings = raw
     if nested:  # weights are quantised as the whole head's configuration says
-        layer_settings = {"quantization_config": raw.get("quantization_config"), **json_object(raw, _LAYER, source)}
+        layer_settings = {"quantization_config": raw.get("quantization_config"), **json_object(raw, LAYER, source)}
     kind = layer_settings.get("model_type") or ("qwen3" if nested else family or "llama")
     if kind not in _DEFAULTS:
         if nested or family is not None:
