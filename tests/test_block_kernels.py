@@ -170,6 +170,18 @@ def test_a_block_is_that_of_pytorch(kind: str, lengths: list[int], seed: int, cu
     assert near(found, wanted, kernels) and near(found_logits, wanted_logits, kernels)
 
 
+@pytest.mark.parametrize("anchored", [True, False])
+def test_a_window_may_be_the_largest_number_there_is(anchored: bool) -> None:
+    """Of 32 bits: places see what they see without a window."""
+    layers = {**SLIDING, "sliding_window": 2**31 - 1}
+    head = make_head(1, torch.float32, layers=layers, causal=(False,) * 3, anchored=anchored)
+    texts = Texts([pytorch_twin(make_head(1, torch.float32), COMPILED), prepared(head, COMPILED)], [9, 2], [4], 1)
+    (wanted, _), (found, _) = (
+        cast(TorchDFlashHead, executor).places(*last, [1, 2], 4) for executor, last in zip(texts.executors, texts.last)
+    )
+    assert near(found, wanted, COMPILED)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([*PARALLEL]), st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(0, 5),
@@ -351,6 +363,18 @@ def test_a_lookup_beside_a_head_goes_on_in_one_call_as_round_by_round(
         for stretch in (60, 0)
     )  # fmt: skip
     assert one_call == one_by_one
+
+
+@pytest.mark.parametrize("kind", ["dflash", "p-eagle"])
+def test_a_drawn_draft_goes_on_with_a_shorter_copy_in_one_call_too(kind: str) -> None:
+    """Copies have three tokens, and drafts of the head alone five or more."""
+    prompts = [[n % 4, n // 4, 1, 3, n % 3] for n in range(12)]
+    one_call, one_by_one = (
+        drafts_of(LookupDraft(NGramDraft(3, 1, 3), BlockDraft(small_runs(kind, COMPILED, 6))), prompts, 6.0, stretch)
+        for stretch in (60, 0)
+    )
+    assert one_call == one_by_one
+    assert any((3, kept) in drafts for _, drafts in one_call for kept in range(4))
 
 
 @pytest.mark.parametrize("kind", ["dflash", "p-eagle"])

@@ -39,6 +39,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "reduced": {"draft_vocab_size": 24},
     "sliding": {"layers": SLIDING, "causal": (True, False, True)},
     "sliding, not causal": {"layers": SLIDING, "causal": (False, False, False)},
+    "sliding from each place": {"layers": SLIDING, "causal": (True, False, True), "anchored": False},
+    "sliding from each place, not causal": {"layers": SLIDING, "causal": (False, False, False), "anchored": False},
     "one kv head": {"layers": {"num_key_value_heads": 1, "attention_bias": True}},
     "vanilla": {"anchor_first": True, "markov": "vanilla", "markov_rank": 6},
     "gated": {"anchor_first": True, "markov": "gated", "markov_rank": 6, "confidence": True, "draft_vocab_size": 24},
@@ -47,6 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "confident": {"anchor_first": True, "markov": "vanilla", "markov_rank": 6, "confidence": True,
                   "confidence_with_markov": True},
 }  # fmt: skip
+PACKAGED = [kind for kind in KINDS if "each place" not in kind]  # those that the package ``speculators`` has
 
 
 def make_layer(**options: Any) -> LlamaConfig:
@@ -89,7 +92,8 @@ def turn(x_THD: Tensor, positions: list[int], theta: float) -> Tensor:
 
 def naive_block(head: DFlashHead, states_TF: Tensor, anchor: int) -> Tensor:
     """The hidden states [K, C] of a block after a text, by the paper's description alone (arXiv 2602.06036): the whole
-    context from the start, one place after another."""
+    context from the start, one place after another. Windows are those of speculators 0.9
+    (``create_anchor_block_mask_mod``) or of z-lab's code (``_attention_mask`` in ``dflash/model.py``)."""
     config, layer, weights = head.config, head.config.layer, dict(head.stored())
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -113,8 +117,13 @@ def naive_block(head: DFlashHead, states_TF: Tensor, anchor: int) -> Tensor:
         q, k = turn(q, positions[length:], layer.rope_theta), turn(k, positions, layer.rope_theta)
         out = torch.zeros_like(q)
         for place in range(size):
-            first = 0 if window is None else max(length - window, 0)
-            last = length + (place + 1 if config.causal[number] else size)
+            at, first, last = length + place, 0, length + size
+            if window is not None and config.anchored:
+                first = max(length - window, 0)
+            elif window is not None:
+                first, last = max(at - window + 1, 0), min(at + window, last)
+            if config.causal[number]:
+                last = at + 1
             for each in range(layer.num_attention_heads):
                 scores = k[first:last, each // group] @ q[place, each] / math.sqrt(width)
                 out[place, each] = scores.softmax(0) @ v[first:last, each // group]
@@ -290,7 +299,7 @@ def speculators_logits(
     return list(logits[:, 0 if config.sample_from_anchor else 1 :])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PACKAGED)
 def test_the_naive_twin_says_what_speculators_says(kind: str, tmp_path: Path) -> None:
     """Of three documents at once, of other lengths each."""
     head, generator = make_head(5, **KINDS[kind]), torch.Generator().manual_seed(5)
@@ -375,12 +384,13 @@ def specforge(raw: dict[str, Any]) -> dict[str, Any]:
     found["dflash_config"] |= {
         "projector_type": "dspark",
         "attention_mode": "gqa",
+        "confidence_head_alpha": 1.0,
         **{name: raw[name] for name in names},
     }
     return found | {"architectures": ["DSparkDraftModel"]}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PACKAGED)
 def test_what_is_saved_is_loaded(kind: str, tmp_path: Path) -> None:
     head = make_head(2, torch.float32, **KINDS[kind])
     save_dflash_head(head, tmp_path, torch.float32)
@@ -391,17 +401,24 @@ def test_what_is_saved_is_loaded(kind: str, tmp_path: Path) -> None:
     assert torch.equal(again.to_target_U, head.to_target_U)
 
 
+def test_a_window_that_the_format_cannot_describe_is_not_saved(tmp_path: Path) -> None:
+    head = make_head(2, torch.float32, **KINDS["sliding from each place"])
+    with pytest.raises(ValueError, match="windows that count from each place have no form"):
+        save_dflash_head(head, tmp_path, torch.float32)
+
+
 @pytest.mark.parametrize(
     ("kind", "form"),
     [("fill-in", zlab), ("sliding", zlab), ("anchor-first", deepspec), ("vanilla", deepspec), ("confident", deepspec),
      ("rnn", deepspec), ("confident", specforge), ("rnn", specforge)],
 )  # fmt: skip
 def test_the_formats_say_the_same(kind: str, form: Any, tmp_path: Path) -> None:
-    """Layers' numbers among them: z-lab and DeepSpec count from 0 on, speculators from 1 on."""
+    """Layers' numbers among them: z-lab and DeepSpec count from 0 on, speculators from 1 on. But windows count from the
+    anchor in speculators alone."""
     head = make_head(2, torch.float32, **KINDS[kind])
     save_dflash_head(head, tmp_path, torch.float32)
     raw = json.loads((tmp_path / "config.json").read_text())
-    expected = head.config.model_copy(update={"target_layers": 4})
+    expected = head.config.model_copy(update={"target_layers": 4, "anchored": kind != "sliding"})
     (tmp_path / "config.json").write_text(json.dumps(form(raw)))
     assert load_dflash_head(tmp_path).config == expected and head_kind(tmp_path) == DFLASH
     assert expected.states == (1, 2, 4) and form(raw).get("target_layer_ids", [0, 1, 3]) == [0, 1, 3]
@@ -414,6 +431,12 @@ def test_published_configurations(tmp_path: Path) -> None:
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 5,
         "vocab_size": 151936, "rope_theta": 1000000, "num_target_layers": 36, "block_size": 16,
         "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+        # What transformers writes beside it.
+        "attention_bias": False, "attention_dropout": 0.0, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "bos_token_id": 151643, "eos_token_id": 151645, "dtype": "bfloat16", "hidden_act": "silu", "use_cache": True,
+        "initializer_range": 0.02, "layer_types": ["full_attention"] * 5, "max_position_embeddings": 40960,
+        "max_window_layers": 5, "rms_norm_eps": 1e-6, "rope_scaling": None, "sliding_window": None,
+        "tie_word_embeddings": False, "transformers_version": "4.57.1", "use_sliding_window": False,
     }  # fmt: skip
     config = DFlashConfig.from_hf(raw)
     assert (config.states, config.block_size, config.drafts) == ((2, 10, 18, 26, 34), 16, 15)
@@ -422,7 +445,7 @@ def test_published_configurations(tmp_path: Path) -> None:
     config = DFlashConfig.from_hf(raw)
     assert config.states is None and config.inputs == 5 and config.states_of(36) == (2, 10, 18, 26, 34)
     assert DFlashConfig.from_hf({**raw, "num_target_layers": None}).states_of(32) == (2, 9, 16, 23, 30)
-    one = DFlashConfig.from_hf({**raw, "num_hidden_layers": 1})
+    one = DFlashConfig.from_hf({**raw, "num_hidden_layers": 1, "layer_types": None})
     assert one.states_of(36) == (19,)
     with pytest.raises(ValueError, match=r"for a target of 36 layers \(num_target_layers\), not 32"):
         config.states_of(32)
@@ -433,6 +456,26 @@ def test_published_configurations(tmp_path: Path) -> None:
     config = DFlashConfig.from_hf(packaged)
     assert (config.markov, config.markov_rank, config.confidence, config.anchor_first) == ("vanilla", 256, True, True)
     assert (config.block_size, config.layer.hidden_size, config.confidence_with_markov) == (8, 4096, True)
+
+
+def test_a_head_of_specforge_has_what_it_says() -> None:
+    """The defaults of SpecForge's ``DSparkDraftModel`` are none of those of ``speculators``: no Markov head, and a
+    confidence head if its loss had a weight."""
+    raw = specforge(make_config(**KINDS["confident"]).to_hf("float32"))
+    alone: dict[str, Any] = {"mask_token_id": MASK, "target_layer_ids": [0, 1, 3], "markov_rank": 6}
+    for options, expected in (
+        ({}, (None, False, False)),
+        ({"confidence_head_alpha": 1.0}, (None, True, False)),
+        ({"confidence_head_alpha": 0.0}, (None, False, False)),
+        ({"confidence_head_alpha": 1.0, "enable_confidence_head": False}, (None, False, False)),
+        ({"markov_rank": 6, "markov_head_type": "rnn", "enable_confidence_head": True}, ("rnn", True, False)),
+        (
+            {"markov_rank": 6, "confidence_head_alpha": 1.0, "confidence_head_with_markov": True},
+            ("vanilla", True, True),
+        ),
+    ):
+        config = DFlashConfig.from_hf(raw | {"dflash_config": {**alone, "markov_rank": 0, **options}})
+        assert (config.markov, config.confidence, config.confidence_with_markov) == expected and config.anchor_first
 
 
 @pytest.mark.parametrize(
@@ -453,19 +496,19 @@ def test_what_decides_whether_a_block_is_causal(options: dict[str, Any], causal:
     "names",
     [
         {"": "model."}, {"layers.0.": "midlayer."}, {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."},
-        "fused",
+        {"markov_head.": "logit_head.markov_head.", "confidence_head.": "logit_head.confidence_head."}, "fused",
     ],
     ids=str,
 )  # fmt: skip
 def test_other_names_of_tensors(names: Any, tmp_path: Path) -> None:
-    head = make_head(2, torch.float32, layers={"attention_bias": True})
+    head = make_head(2, torch.float32, layers={"attention_bias": True}, markov="gated", markov_rank=6, confidence=True)
     save_dflash_head(head, tmp_path, torch.float32)
     tensors = load_file(tmp_path / "model.safetensors")
     if names == "fused":
         for key in [key for key in tensors if "q_proj" in key]:
             parts = [tensors.pop(key.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")]
             tensors[key.replace("q_proj", "qkv_proj")] = torch.cat(parts)
-        for key in [key for key in tensors if "gate_proj" in key]:
+        for key in [key for key in tensors if "mlp.gate_proj" in key]:
             parts = [tensors.pop(key.replace("gate_proj", part)) for part in ("gate_proj", "up_proj")]
             tensors[key.replace("gate_proj", "gate_up_proj")] = torch.cat(parts)
     else:
@@ -508,22 +551,65 @@ def test_the_targets_last_layer_is_left_out_of_the_list(tmp_path: Path) -> None:
         ({}, {"dflash_config": {"projector_type": "domino"}}, "projector_type 'domino' is not supported"),
         ({}, {"dflash_config": {"attention_mode": "mla"}}, "attention_mode 'mla' is not supported"),
         ({}, {"enable_qwen35_gated_q_proj": True}, "enable_qwen35_gated_q_proj True is not supported"),
-        ({}, {"dflash_config": {"new_field": 1}}, r"dflash_config has \['new_field'\], which are not supported"),
+        ({}, {"speculators_model_type": "hass"}, r"of type 'hass' is not supported: choices: \['eagle3', 'peagle'"),
+        ({}, {"quantization_config": {"quant_method": "fp8"}}, "weights quantised by 'fp8' are not supported"),
         ({}, {"mask_token_id": None}, "mask_token_id is missing"),
         ({}, {"mask_token_id": 40}, "mask_token_id 40 is outside 40 tokens"),
         ({}, {"block_size": 1}, "block_size 1 drafts no token"),
+        ({}, {"block_size": 0}, "block_size"),
+        ({}, {"draft_vocab_size": 0}, "draft_vocab_size"),
+        ({}, {"target_hidden_size": 0}, "target_hidden_size"),
         ({}, {"markov_rank": 4, "markov_head_type": "lstm"}, "markov"),
         ({}, {"aux_hidden_state_layer_ids": [1, "2"]}, "must list numbers of layers, got"),
         ({}, {"draft_vocab_size": 41}, "draft_vocab_size 41 exceeds vocab_size 40"),
         ({}, {"num_target_layers": -1}, "target_layers"),
         ({}, {"dflash_config": {"num_target_layers": "many"}}, "target_layers"),
         ({}, {"is_causal": "false"}, "is_causal 'false' must be true or false"),
+        ({}, {"sliding_window_non_causal": "false"}, "sliding_window_non_causal 'false' must be true or false"),
+        ({}, {"sample_from_anchor": 0}, "sample_from_anchor 0 must be true or false"),
+        ({}, {"enable_confidence_head": "no"}, "enable_confidence_head 'no' must be true or false"),
+        ({}, {"target_layer_ids": [1, 2, 4]}, r"\[1, 2, 4\] and target_layer_ids \[1, 2, 4\] disagree"),
     ],
 )  # fmt: skip
 def test_what_is_not_built_or_does_not_fit_is_named(tensors: Any, config: Any, said: str, tmp_path: Path) -> None:
     save_dflash_head(make_head(2, torch.float32), tmp_path, torch.float32)
     with pytest.raises(CheckpointError, match=said):
         load_dflash_head(changed(tmp_path, tensors, **config))
+
+
+# Fields that no published format has at this place, with values that may change what a head computes: names of other
+# models and engines, and any.
+UNKNOWN = st.one_of(
+    st.sampled_from(
+        ["attention_sinks", "sinks", "mlp_bias", "add_full_attention_sink_bias", "attn_softcap", "final_logit_soft_cap",
+         "residual_multiplier", "logits_scaling", "query_pre_attn_scalar", "embedding_multiplier",
+         "scale_emb", "use_qk_norm", "norm_type", "num_nextn_predict_layers", "mtp_num_hidden_layers",
+         "rope_interleave", "gru_hidden_dim", "emb_dim", "pure_draft_prefix_len", "shift_label",
+         "attn_output_gate", "mlp_conv", "attention_chunk_size", "zero_centered_gamma"]
+    ),
+    st.text("abcdefghijklmnopqrstuvwxyz", min_size=12, max_size=14),
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    UNKNOWN, st.sampled_from([True, 1, 0.5, "rms", [1], {"rank": 2}]),
+    st.sampled_from([zlab, specforge, deepspec, None]),
+    st.sampled_from(["", "dflash_config", "transformer_layer_config", "eagle_config"]),
+)  # fmt: skip
+def test_a_field_of_which_nothing_is_known_is_named(name: str, value: object, form: Any, where: str) -> None:
+    """At any place and in any format. What asks for nothing is no error."""
+    raw = make_config(**KINDS["confident"]).to_hf("float32")
+    if form is not None:
+        raw = form(raw)
+        where = where.replace("transformer_layer_config", "")
+    for asked in (value, None, False, 0, [], {}):
+        changed_raw = raw | ({where: {**raw.get(where, {}), name: asked}} if where else {name: asked})
+        if asked:
+            with pytest.raises(CheckpointError, match=f"{name} .* is not supported: nothing is known of it"):
+                DFlashConfig.from_hf(changed_raw)
+        else:
+            assert DFlashConfig.from_hf(changed_raw) == DFlashConfig.from_hf(raw)
 
 
 def test_layers_of_another_type_are_refused() -> None:
@@ -547,6 +633,7 @@ def test_places_of_settings_that_are_refused(tmp_path: Path) -> None:
     raw = json.loads((tmp_path / "config.json").read_text())
     for change, said in (
         ({"use_sliding_window": False}, "layer_types has sliding layers, but use_sliding_window is not true"),
+        ({"quantization_config": {"quant_method": "awq"}}, "weights quantised by 'awq' are not supported"),
         ({"rope_parameters": {"sliding_attention": {}}}, "rope_parameters for each kind of layer are not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
         ({"rope_scaling": {"rope_type": "odd"}}, "rope type 'odd' is not supported"),

@@ -149,6 +149,20 @@ def changed(path: Path, tensors: dict[str, Tensor | None], **config: Any) -> Pat
         ({}, {"architectures": ["LlamaForCausalLM"]}, "is not a draft head"),
         ({}, {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
         ({}, {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state False is not supported"),
+        ({}, {"eagle_config": {"use_last_layernorm": False}}, "eagle_config.use_last_layernorm False is not supported"),
+        ({}, {"eagle_config": {"parallel_draft_step": 4}}, "eagle_config.parallel_draft_step 4 is not supported"),
+        (
+            {},
+            {"eagle_config": {"use_mtp_layernorm": True}},
+            "use_mtp_layernorm True is not supported: nothing",
+        ),
+        (
+            {},
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [4]}},
+            "that of eagle_config, which counts from 0",
+        ),
+        ({}, {"speculators_model_type": "eagle"}, "of type 'eagle' is not supported: choices"),
+        ({}, {"draft_vocab_size": 0}, "draft_vocab_size"),
         ({}, {"layer_types": ["sliding_attention"]}, "sliding layers are not supported in a head of type 'llama'"),
     ],
 )
@@ -167,6 +181,11 @@ def test_other_places_and_files(checkpoint: Path) -> None:
         HeadConfig.from_hf(raw).states_of(4)
     nested = raw | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}
     assert HeadConfig.from_hf(nested).states == (2, 3) != tuple(states)
+    agreeing = nested | {"eagle_aux_hidden_state_layer_ids": [2, 3]}
+    assert HeadConfig.from_hf(agreeing).states == (2, 3)
+    usual = {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "parallel_draft_step": 1}
+    assert HeadConfig.from_hf(raw | {"eagle_config": usual}) == HeadConfig.from_hf(raw)
+    assert HeadConfig.from_hf(raw | {"a_field_of_the_target": 3}) == HeadConfig.from_hf(raw)
     tensors = load_file(checkpoint / "model.safetensors")
     torch.save(tensors, checkpoint / "pytorch_model.bin")
     (checkpoint / "model.safetensors").unlink()

@@ -362,6 +362,18 @@ def test_the_blocks_of_a_block_drafter_are_recorded_and_replayed(kind: str, tmp_
 # --- files and the command --------------------------------------------------------------------------------
 
 
+def test_a_head_beside_a_lookup_is_told_too(tmp_path: Path) -> None:
+    """Its drafts begin anew in each round, and where they stop ``block(NAME)`` would not."""
+    save_block_head("dspark", tmp_path / "head")
+    plan = Plan.of({**PLAN, "model": "fly-tiny", "drafts": f"ngram(k=2)+block({tmp_path / 'head'})", "k": 7, "limit": 1,
+                    "max_tokens": 24, "dtype": "float32"})  # fmt: skip
+    record_run(plan, tmp_path / "run")
+    (known,) = load_blocks(tmp_path / "run").values()
+    assert known.head == "block" and known.draft is None and known.recordings[0].about["own_chance"]
+    said = words(command("replay", str(tmp_path / "run"), "--policy", "fly").output)
+    assert "a trained head drafts anew in each round" in said and "recorded with --draft 'block(NAME)'" in said
+
+
 def test_a_kill_loses_no_blocks(tmp_path: Path, run: tuple[Path, Any]) -> None:
     plan = Plan.of({**PLAN, "k": 7, "limit": 2, "policies": "exact"})
     with pytest.raises(KeyboardInterrupt):

@@ -1,7 +1,7 @@
 """The reference executors of trained draft heads, on any device that PyTorch knows.
 
-Shape legend: T packed tokens, B rows, K places of a block, C hidden width, R rank of a Markov head, F hidden states
-side by side, U draft vocabulary.
+Shape legend: T packed tokens, B rows, K places of a block, S tokens that a place may see, C hidden width, R rank of a
+Markov head, F hidden states side by side, U draft vocabulary.
 """
 
 from __future__ import annotations
@@ -148,23 +148,18 @@ class TorchDFlashHead(BlockHead):
 
 
 class _Blocks:
-    """The cache as blocks see it (``fly.models.dflash.BlockKV``). A place sees the context before the anchor (in
-    sliding layers: the last tokens of it), and its block (in causal layers: up to itself). The window counts from the
-    anchor, as in ``speculators``."""
+    """The cache as blocks see it (``fly.models.dflash.BlockKV``)."""
 
     def __init__(self, kv: PagedBatch, starts: list[int], config: DFlashConfig) -> None:
         kinds = list(zip(config.layer.windows, config.causal))
         size, device = config.block_size, kv.cache.device
-        inside_KK = torch.ones(size, size, dtype=torch.bool, device=device)
         self.batches = []
         self.number = [[*dict.fromkeys(kinds)].index(kind) for kind in kinds]  # for each layer, of its batch
-        for window, causal in dict.fromkeys(kinds):
+        for kind in dict.fromkeys(kinds):
             masks = []
             for start in starts:
-                context_KS = torch.ones(size, start, dtype=torch.bool, device=device)
-                if window is not None:
-                    context_KS[:, : max(start - window, 0)] = False
-                masks.append(torch.cat([context_KS, inside_KK.tril() if causal else inside_KK], 1))
+                key_S = torch.arange(start + size, device=device)
+                masks.append(config.sees(kinds.index(kind), key_S[start:].unsqueeze(1), key_S, start))
             self.batches.append(kv.cache.batch(kv.seqs, starts, [size] * len(starts), masks))
 
     def attend(

@@ -108,7 +108,9 @@ class LookupDraft(Wrapper):
     lookup says, where late places of a block are guesses. So both propose. If the head's first two tokens are the
     lookup's, the draft goes on with the lookup's tokens.
 
-    Those tokens are certain given the two before them, and are reported so. So a lossless rule stays lossless.
+    Those tokens are certain given the two before them, and are reported so. So a lossless rule stays lossless. Of a
+    greedy row, the longer draft counts. A drawn draft may not depend on how long the head's own would be, since that
+    depends on the tokens drawn after the first two: what is left of those is not drawn from what the head reports.
     """
 
     def __init__(self, lookup: DraftStrategy, block: DraftStrategy) -> None:
@@ -135,13 +137,15 @@ class LookupDraft(Wrapper):
         if not any(long):
             return draft
         looked = lookup.propose(rows, long).chains
-        pieces = [_followed(row_draft, tokens) for row_draft, tokens in zip(drafted, looked)]
+        least = [len(own.tokens) if row.greedy else _AGREE + 1 for row, own in zip(rows, drafted)]
+        pieces = [_followed(*each) for each in zip(drafted, looked, least)]
         return draft if all(piece is row_draft for piece, row_draft in zip(pieces, drafted)) else join_rows(pieces)
 
 
-def _followed(own: RowDraft, looked: list[int]) -> RowDraft:
-    """Return the head's draft, continued by the lookup if the two begin alike and the lookup is as long."""
-    if len(looked) < len(own.tokens) or common_prefix(own.tokens, looked) < _AGREE:
+def _followed(own: RowDraft, looked: list[int], least: int) -> RowDraft:
+    """Return the head's draft, continued by the lookup if the two begin alike and the lookup has at least so many
+    tokens."""
+    if len(looked) < least or common_prefix(own.tokens, looked) < _AGREE:
         return own
     if own.probs_NV is None:
         return RowDraft(looked)

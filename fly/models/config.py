@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from fly.errors import explain
 from fly.models.families import FAMILIES, FULL, OPTIONS, SLIDING, Family, family_of
 
-__all__ = ["CheckpointError", "LlamaConfig", "RopeScaling"]
+__all__ = ["EXPERTS", "CheckpointError", "LlamaConfig", "RopeScaling"]
 
 # For each rope type: the settings that it needs, and the optional ones.
 ROPE_TYPES: dict[str, tuple[set[str], set[str]]] = {
@@ -23,7 +23,7 @@ ROPE_TYPES: dict[str, tuple[set[str], set[str]]] = {
     "yarn": ({"factor"}, {"original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}),
 }
 # Settings that reveal a mixture of experts.
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 
 
 class CheckpointError(ValueError):
@@ -273,7 +273,7 @@ def _supported(raw: dict[str, Any], source: str) -> Family:
             f"{source}: weights quantised by {method!r} are not supported; take the unquantised checkpoint (kernels="
             "'w8a8', or 'int8' or 'int4' on CUDA, round it as it is loaded), or a GGUF file"
         )
-    experts = any(raw.get(name) for name in _EXPERTS)
+    experts = any(raw.get(name) for name in EXPERTS)
     if (family := family_of(architectures)) is not None and not experts:
         return family
     kind = " (a mixture of experts)" if experts else ""

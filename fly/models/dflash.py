@@ -28,18 +28,44 @@ from torch import Tensor, nn
 from fly.errors import explain
 from fly.models.config import CheckpointError, LlamaConfig, json_object, read_json
 from fly.models.families import FULL, SLIDING
-from fly.models.heads import DFLASH, NOT_BUILT, TrainedHead, check_built, find_mask_id, layer_config, read_tensors
+from fly.models.heads import (
+    DFLASH,
+    MASK_IDS,
+    TrainedHead,
+    check_built,
+    count_of,
+    find_mask_id,
+    flag_of,
+    layer_config,
+    read_tensors,
+)
 from fly.models.llama import KV, Layer, Norm
 from fly.models.loading import resolve_dtype
 
 __all__ = ["BlockKV", "Corrected", "DFlashConfig", "DFlashHead", "MarkovHead", "load_dflash_head", "save_dflash_head"]
 
 Markov = Literal["vanilla", "gated", "rnn"]
-# All fields of ``dflash_config`` that are read.
-_READ = {"mask_token_id", "target_layer_ids", "num_target_layers", "block_size", "causal", "sample_from_anchor"}
-_READ |= {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
+# The fields that are read at the top or in ``dflash_config``, and those that are read at the top alone. A weight of a
+# training (``confidence_head_alpha``) says whether there is a confidence head.
+_READ = {
+    "target_layer_ids",
+    "num_target_layers",
+    "block_size",
+    "is_causal",
+    "causal",
+    "sample_from_anchor",
+    "markov_rank",
+}
+_READ |= {"markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha"}
+_READ_AT_TOP = {*MASK_IDS, "aux_hidden_state_layer_ids", "sliding_window_non_causal"}
+_FIELDS = {"dflash_config": {"mask_token_id", *_READ}, "": _READ | _READ_AT_TOP}
 # Other names of tensors, as some checkpoints have them.
-_RENAMED = {"midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+_RENAMED = {
+    "midlayer.": "layers.0.",
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+    "logit_head.": "",
+}
 
 
 class DFlashConfig(BaseModel):
@@ -55,6 +81,9 @@ class DFlashConfig(BaseModel):
         anchor_first: the output layout. True: place k predicts the token after it, so a block gives ``block_size``
             drafts. False: place k predicts its own token, and the anchor's place predicts nothing.
         causal: for each layer, whether a place of the block sees no place after it.
+        anchored: whether the window of a sliding layer counts from the anchor: all places see the last tokens of the
+            context, and the whole block (``speculators``). Otherwise it counts from each place, in both directions and
+            with the place itself (z-lab's code, SpecForge).
         markov: the kind of DSpark's Markov head; None: there is none. ``markov_rank`` is its rank.
         confidence: whether there is a confidence head. ``confidence_with_markov``: it also reads the token before.
 
@@ -72,6 +101,7 @@ class DFlashConfig(BaseModel):
     mask_token_id: int = Field(ge=0)
     anchor_first: bool = False
     causal: tuple[bool, ...]
+    anchored: bool = True
     markov: Markov | None = None
     markov_rank: int = Field(default=0, ge=0)
     confidence: bool = False
@@ -130,46 +160,56 @@ class DFlashConfig(BaseModel):
             )
         return usual
 
+    def sees(self, layer: int, place: Tensor, key: Tensor, anchor: Tensor | int) -> Tensor:
+        """Return whether places of a block see tokens of the context, which are before its ``anchor``, or other places,
+        in a layer. All are given by their positions."""
+        seen = key <= place if self.causal[layer] else torch.ones_like(key <= place)
+        if (window := self.layer.windows[layer]) is None:
+            return seen
+        return seen & (key >= anchor - window if self.anchored else (place - key).abs() < window)
+
     @classmethod
     def from_hf(cls, raw: dict[str, Any], source: str = "config.json") -> DFlashConfig:
         """Read the dictionary of a head's ``config.json``, in any format. Raises ``CheckpointError``."""
-        check_built(raw, (DFLASH,), source)
-        nested = json_object(raw, "dflash_config", source)
-        if unknown := sorted(nested.keys() - _READ - NOT_BUILT.keys()):
-            raise CheckpointError(
-                f"{source}: dflash_config has {unknown}, which are not supported; choices: {sorted(_READ)}"
-            )
-        stated = {**raw, **nested}
+        check_built(raw, (DFLASH,), _FIELDS, source)
+        stated = {**raw, **json_object(raw, "dflash_config", source)}
         layer = layer_config(raw, source, "qwen3")
         packaged = "transformer_layer_config" in raw
         names = {*(raw.get("architectures") or [])}
-        # DSpark's heads and all of DeepSpec's begin at the anchor. DSpark's have a Markov head unless its rank is 0.
+        # DSpark's heads and all of DeepSpec's begin at the anchor. In ``speculators``, DSpark's have a Markov head
+        # unless its rank is 0, and a confidence head. In SpecForge they have what they say.
         spark = raw.get("speculators_model_type") == "dspark" or bool(names & {"DSparkSpeculator", "DSparkDraftModel"})
-        rank = stated.get("markov_rank", 256 if spark else 0)
-        confidence = stated.get("enable_confidence_head", spark)
+        rank = count_of(stated, "markov_rank", 256 if spark and packaged else 0)
+        trained = bool(stated.get("confidence_head_alpha"))
+        confidence = flag_of(stated, "enable_confidence_head", (spark and packaged) or trained, source)
         if (mask := find_mask_id(raw)) is None:
             raise CheckpointError(f"{source}: mask_token_id is missing")
         try:
             return cls(
                 layer=layer,
-                draft_vocab_size=raw.get("draft_vocab_size") or layer.vocab_size,
-                target_hidden_size=raw.get("target_hidden_size") or layer.hidden_size,
+                draft_vocab_size=count_of(raw, "draft_vocab_size", layer.vocab_size),
+                target_hidden_size=count_of(raw, "target_hidden_size", layer.hidden_size),
                 target_layers=stated.get("num_target_layers"),
                 states=_stated(stated, source),
-                block_size=stated.get("block_size") or (8 if packaged else 16),
+                block_size=count_of(stated, "block_size", 8 if packaged else 16),
                 mask_token_id=mask,
-                anchor_first=stated.get("sample_from_anchor", spark or "Qwen3DSparkModel" in names),
+                anchor_first=flag_of(stated, "sample_from_anchor", spark or "Qwen3DSparkModel" in names, source),
                 causal=_causal(stated, layer, packaged, source),
+                anchored=packaged or not any(layer.windows),
                 markov=stated.get("markov_head_type", "vanilla") if rank else None,
                 markov_rank=rank,
                 confidence=confidence,
-                confidence_with_markov=confidence and stated.get("confidence_head_with_markov", spark),
+                confidence_with_markov=confidence
+                and flag_of(stated, "confidence_head_with_markov", spark and packaged, source),
             )
         except ValidationError as error:
             raise CheckpointError(f"{source}: {explain(error)}") from error
 
     def to_hf(self, dtype: str, **extra: Any) -> dict[str, Any]:
-        """Return the ``config.json`` of the head in the format of ``speculators``, with ``extra`` added."""
+        """Return the ``config.json`` of the head in the format of ``speculators``, with ``extra`` added. Raises
+        ``ValueError`` for a head that this format cannot describe."""
+        if not self.anchored:
+            raise ValueError("windows that count from each place have no form in config.json")
         kind = "dspark" if self.markov or self.confidence else "dflash"
         layer = {**self.layer.to_hf(dtype), "architectures": None, "tie_word_embeddings": False}
         raw: dict[str, Any] = {
@@ -204,13 +244,20 @@ class DFlashConfig(BaseModel):
 def _stated(stated: dict[str, Any], source: str) -> tuple[int, ...] | None:
     """Return the layers after which the configuration takes hidden states. ``speculators`` counts layers in this way.
     z-lab and DeepSpec number the layers from 0 on, and -1 is the embedding: add 1."""
+    lists = dict[str, tuple[int, ...]]()
     for name, offset in (("aux_hidden_state_layer_ids", 0), ("target_layer_ids", 1)):
         if (ids := stated.get(name)) is None:
             continue
         if not isinstance(ids, list) or not all(type(number) is int and number + offset >= 0 for number in ids):
             raise CheckpointError(f"{source}: {name} must list numbers of layers, got {ids!r}")
-        return tuple(number + offset for number in ids)
-    return None
+        lists[name] = tuple(number + offset for number in ids)
+    if len({*lists.values()}) > 1:
+        counted, numbered = lists.values()
+        raise CheckpointError(
+            f"{source}: aux_hidden_state_layer_ids {list(counted)} and target_layer_ids "
+            f"{[number - 1 for number in numbered]} disagree: each of the former is one more than the latter"
+        )
+    return next(iter(lists.values()), None)
 
 
 def _causal(stated: dict[str, Any], layer: LlamaConfig, packaged: bool, source: str) -> tuple[bool, ...]:
@@ -218,18 +265,15 @@ def _causal(stated: dict[str, Any], layer: LlamaConfig, packaged: bool, source: 
     then ``causal`` does. Otherwise sliding layers are causal and full ones are not; ``speculators`` may say that
     sliding layers are not causal either."""
     for name in ("is_causal", "causal"):
-        if (value := stated.get(name)) is None:
-            continue
-        if not isinstance(value, bool):
-            raise CheckpointError(f"{source}: {name} {value!r} must be true or false")
-        return (value,) * layer.num_hidden_layers
-    sliding = not (packaged and stated.get("sliding_window_non_causal", False))
+        if stated.get(name) is not None:
+            return (flag_of(stated, name, False, source),) * layer.num_hidden_layers
+    sliding = not (packaged and flag_of(stated, "sliding_window_non_causal", False, source))
     return tuple(kind == SLIDING and sliding for kind in layer.layer_types or (FULL,) * layer.num_hidden_layers)
 
 
 class BlockKV(KV, Protocol):
     """The part of a KV cache that a head uses. ``attend`` is called with the places of blocks; what each place sees is
-    this object's to know (``DFlashConfig.causal``, and the layers' windows)."""
+    this object's to know (``DFlashConfig.sees``)."""
 
     def store(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> object:
         """Store keys and values of the context."""

@@ -21,7 +21,20 @@ from torch import Tensor, nn
 
 from fly.errors import explain
 from fly.models.config import CheckpointError, LlamaConfig, json_object, read_json
-from fly.models.heads import EAGLE3, PEAGLE, TrainedHead, check_built, find_mask_id, kind_of, layer_config, read_tensors
+from fly.models.heads import (
+    EAGLE3,
+    LAYER,
+    MASK_IDS,
+    PEAGLE,
+    TrainedHead,
+    check_built,
+    count_of,
+    find_mask_id,
+    flag_of,
+    kind_of,
+    layer_config,
+    read_tensors,
+)
 from fly.models.llama import KV, Attention, FeedForward, Layer, Norm
 from fly.models.loading import resolve_dtype
 
@@ -29,6 +42,11 @@ __all__ = ["Eagle3Head", "HeadConfig", "HeadLayer", "load_head", "save_head"]
 
 _FLAGS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
 _STATES = "eagle_aux_hidden_state_layer_ids"
+_FIELDS = {
+    "": {*_FLAGS, *MASK_IDS, _STATES, "mlp_bias"},
+    LAYER: {"mlp_bias"},
+    "eagle_config": {_STATES, "parallel_draft_heads_num_layers"},
+}
 
 
 class HeadConfig(BaseModel):
@@ -96,21 +114,20 @@ class HeadConfig(BaseModel):
     @classmethod
     def from_hf(cls, raw: dict[str, Any], source: str = "config.json") -> HeadConfig:
         """Read the dictionary of a head's ``config.json``, in either layout. Raises ``CheckpointError``."""
-        check_built(raw, (EAGLE3, PEAGLE), source)
+        check_built(raw, (EAGLE3, PEAGLE), _FIELDS, source)
         layer = layer_config(raw, source)
-        parallel = kind_of(raw) == PEAGLE
-        for name in _FLAGS:
-            if not isinstance(raw.get(name, False), bool):
-                raise CheckpointError(f"{source}: {name} {raw[name]!r} must be true or false")
+        mask = find_mask_id(raw)
+        if kind_of(raw) == PEAGLE and mask is None:
+            raise CheckpointError(f"{source}: mask_token_id is missing, which a P-EAGLE head needs")
         try:
             return cls(
                 layer=layer,
-                draft_vocab_size=raw.get("draft_vocab_size") or layer.vocab_size,
-                target_hidden_size=raw.get("target_hidden_size") or layer.hidden_size,
+                draft_vocab_size=count_of(raw, "draft_vocab_size", layer.vocab_size),
+                target_hidden_size=count_of(raw, "target_hidden_size", layer.hidden_size),
                 states=_stated(raw, source),
-                mask_token_id=find_mask_id(raw) if parallel else None,
-                drafts=_drafts(raw, source) if parallel else None,
-                **{name: raw.get(name, False) for name in _FLAGS},
+                mask_token_id=mask,
+                drafts=None if mask is None else _drafts(raw, source),
+                **{name: flag_of(raw, name, False, source) for name in _FLAGS},
             )
         except ValidationError as error:
             raise CheckpointError(f"{source}: {explain(error)}") from error
@@ -128,14 +145,19 @@ class HeadConfig(BaseModel):
 def _stated(raw: dict[str, Any], source: str) -> tuple[int, ...] | None:
     """Return the layers after which the configuration takes hidden states. Layers in ``eagle_config`` count from 0, so
     add 1 to them."""
-    layers, nested = raw.get(_STATES), json_object(raw, "eagle_config", source).get(_STATES)
-    if layers is None and nested is not None:
-        layers = [number + 1 for number in nested] if isinstance(nested, list) else nested
-    if layers is None:
-        return None
-    if not isinstance(layers, list) or not all(type(number) is int and number >= 0 for number in layers):
-        raise CheckpointError(f"{source}: {_STATES} must list numbers of layers, got {layers!r}")
-    return tuple(layers)
+    lists = dict[int, list[int]]()  # by what is added to each number
+    for offset, part in ((0, raw), (1, json_object(raw, "eagle_config", source))):
+        if (layers := part.get(_STATES)) is None:
+            continue
+        if not isinstance(layers, list) or not all(type(number) is int and number >= 0 for number in layers):
+            raise CheckpointError(f"{source}: {_STATES} must list numbers of layers, got {layers!r}")
+        lists[offset] = [number + offset for number in layers]
+    if len(lists) == 2 and lists[0] != lists[1]:
+        raise CheckpointError(
+            f"{source}: {_STATES} {lists[0]} and that of eagle_config, which counts from 0, disagree: the latter are "
+            f"{lists[1]} here"
+        )
+    return next(map(tuple, lists.values()), None)
 
 
 def _drafts(raw: dict[str, Any], source: str) -> int | None:

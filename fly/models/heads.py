@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fly.models.checkpoint import check_tensors
-from fly.models.config import CheckpointError, LlamaConfig, json_object, read_json
+from fly.models.config import EXPERTS, CheckpointError, LlamaConfig, json_object, read_json
 from fly.models.directory import Directory
-from fly.models.families import FAMILIES, SLIDING
+from fly.models.families import FAMILIES, OPTIONS, SLIDING
 from fly.models.llama import signed_tables
 
-__all__ = ["DFLASH", "EAGLE3", "NOT_BUILT", "PEAGLE", "TrainedHead", "find_mask_id", "head_kind"]
+__all__ = ["DFLASH", "EAGLE3", "LAYER", "PEAGLE", "TrainedHead", "find_mask_id", "head_kind"]
 
 # The kinds of heads: EAGLE-3 drafts token after token. DFlash, DSpark and P-EAGLE draft a block in one forward.
 EAGLE3, DFLASH, PEAGLE = "eagle3", "dflash", "peagle"
@@ -35,12 +35,12 @@ _ARCHITECTURES = {
     "Qwen3DSparkModel": DFLASH,
 }  # fmt: skip
 _TYPES = {"eagle3": EAGLE3, "peagle": PEAGLE, "dflash": DFLASH, "dspark": DFLASH}
-_KINDS_NOT_BUILT = {  # heads that are recognised, and refused
+_NOT_BUILT_TYPES = {
     "dflash2": "its convolutions and its selector of candidates are not built",
     "mtp": "layers that predict the next tokens one after another (MTP) are not built",
 }
 # What is not built in any head: the name of a field, and the values that ask for nothing.
-NOT_BUILT: dict[str, tuple[object, ...]] = {
+_NOT_BUILT: dict[str, tuple[object, ...]] = {
     "use_swa": (False,),
     "swa_window_size": (),
     "attention_sink_bias": (False,),
@@ -62,9 +62,40 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "dflash_query_causal": (False,),
     "log_snr_conditioning": (False,),
     "enable_qwen35_gated_q_proj": (False,),
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+    "next_layer_regular": (True,),
+    "parallel_draft_step": (1,),
 }
-_PARTS = "dflash_config", "eagle_config", "transformer_layer_config"  # objects in a configuration that have such fields
-_MASK_IDS = "mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"
+# Fields that change nothing of what a head computes: what transformers writes, what is left over from the target, and
+# what only training reads.
+_IDLE = {
+    "add_cross_attention", "attention_dropout", "auto_map", "begin_suppress_tokens", "bos_token_id",
+    "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_sparse_step", "decoder_start_token_id",
+    "diversity_penalty", "dtype", "embed_requires_grad", "encoder_no_repeat_ngram_size", "eos_token_id",
+    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label", "initializer_range", "label2id",
+    "length_penalty", "max_length", "max_window_layers", "min_length", "name_or_path", "no_repeat_ngram_size",
+    "norm_topk_prob", "num_anchors", "num_beam_groups", "num_beams", "num_experts_per_tok", "num_return_sequences",
+    "num_speculative_tokens", "output_router_logits", "pad_token_id", "prefix", "pretraining_tp", "problem_type",
+    "repetition_penalty", "return_dict", "router_aux_loss_coef", "sep_token_id", "speculators_config",
+    "speculators_version", "suppress_tokens", "target_model_type", "task_specific_params", "temperature",
+    "tokenizer_class", "top_k", "top_p", "torch_dtype", "transformers_version", "typical_p", "unk_token_id",
+    "use_cache",
+}  # fmt: skip
+LAYER = "transformer_layer_config"
+_LAYER_FIELDS = _IDLE | FAMILIES["qwen3"].options
+_LAYER_FIELDS |= LlamaConfig.model_fields.keys() - OPTIONS - {"family"}
+_LAYER_FIELDS |= {"architectures", "hidden_act", "model_type", "partial_rotary_factor", "rope_parameters"}
+_LAYER_FIELDS |= {"quantization_config", "use_sliding_window", *EXPERTS}
+_TOP_FIELDS = _IDLE | {
+    "architectures",
+    "draft_vocab_size",
+    "model_type",
+    "quantization_config",
+    "speculators_model_type",
+}
+_TOP_FIELDS |= {"target_hidden_size", "tie_word_embeddings"}
+MASK_IDS = "mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"
 # Values that a ``transformer_layer_config`` may leave out, because they are the defaults of transformers.
 _SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -83,10 +114,9 @@ def head_kind(path: Path) -> str | None:
 
 def kind_of(raw: abc.Mapping[str, Any]) -> str | None:
     """Return the kind of head that a ``config.json`` describes; None if it describes none. A head that is not built
-    has its kind too, and loading it says what is missing."""
-    stated = raw.get("speculators_model_type")
-    if stated in _TYPES or stated in _KINDS_NOT_BUILT:
-        kind = _TYPES.get(stated, DFLASH)
+    has a kind too, and loading it says what is missing."""
+    if (stated := raw.get("speculators_model_type")) is not None:
+        kind = _TYPES.get(str(stated), DFLASH)
     else:
         names = raw.get("architectures")
         kinds = [_kind_by_name(name) for name in names] if isinstance(names, list) else []
@@ -99,28 +129,61 @@ def _kind_by_name(name: object) -> str | None:
     return DFLASH if str(name).startswith("DFlash2") else _ARCHITECTURES.get(str(name))
 
 
-def check_built(raw: dict[str, Any], kinds: abc.Sequence[str], source: str) -> None:
+def check_built(
+    raw: dict[str, Any], kinds: abc.Sequence[str], fields: abc.Mapping[str, abc.Collection[str]], source: str
+) -> None:
     """Raise ``CheckpointError`` unless a ``config.json`` describes a head of one of these ``kinds``, and asks for
-    nothing that is not built."""
-    stated = raw.get("speculators_model_type")
-    names = raw.get("architectures") or []
+    nothing that is not built. ``fields`` are those that such heads read, by the name of the object that has them ("":
+    at the top), beside the fields of all heads.
+
+    If a head should compute something else, its drafts are merely worse, and nobody sees why. So a field that is not
+    known is an error too, unless its value asks for nothing. EAGLE-3 heads are published with whole configurations of
+    their targets, so theirs may have any field at the top.
+    """
+    stated, names = raw.get("speculators_model_type"), raw.get("architectures") or []
     if any(str(name).startswith("DFlash2") for name in names):
         stated = "dflash2"
-    if stated in _KINDS_NOT_BUILT:
-        raise CheckpointError(f"{source}: a head of type {stated!r} is not supported: {_KINDS_NOT_BUILT[stated]}")
-    if kind_of(raw) not in kinds:
-        choices = [name for name, kind in _ARCHITECTURES.items() if kind in kinds]
+    if stated is not None and str(stated) not in _TYPES:
+        reason = _NOT_BUILT_TYPES.get(str(stated), f"choices: {[*_TYPES]}")
+        raise CheckpointError(f"{source}: a head of type {stated!r} is not supported: {reason}")
+    if (kind := kind_of(raw)) not in kinds:
+        choices = [name for name, each in _ARCHITECTURES.items() if each in kinds]
         raise CheckpointError(f"{source}: architecture {names or 'missing'} is not a draft head; choices: {choices}")
-    for part in (raw, *(json_object(raw, name, source) for name in _PARTS)):
-        for name, neutral in NOT_BUILT.items():
-            if (value := part.get(name)) is not None and value not in neutral:
-                raise CheckpointError(f"{source}: {name} {value!r} is not supported; it must be absent")
+    parts = {name: json_object(raw, name, source) for name in ("dflash_config", "eagle_config", LAYER)}
+    known = {"": {*parts, *_TOP_FIELDS, *(() if LAYER in raw else _LAYER_FIELDS)}, LAYER: _LAYER_FIELDS}
+    known = {name: {*known.get(name, ()), *fields.get(name, ())} for name in ("", *parts)}
+    for where, part in {"": raw, **parts}.items():
+        strict = kind != EAGLE3 or where == "eagle_config"
+        for name, value in part.items():
+            neutral, said = _NOT_BUILT.get(name), f"{source}: {where and where + '.'}{name} {value!r} is not supported"
+            if neutral is not None and value is not None and value not in neutral:
+                raise CheckpointError(f"{said}; it must be absent")
+            if neutral is None and strict and value and name not in known[where] and not name.startswith("_"):
+                raise CheckpointError(
+                    f"{said}: nothing is known of it, so it may change what the head computes; remove it if it does not"
+                )
+
+
+def count_of(raw: abc.Mapping[str, Any], name: str, usual: int) -> int:
+    """Return the number that a configuration states, or the ``usual`` one."""
+    value: int | None = raw.get(name)
+    return usual if value is None else value
+
+
+def flag_of(raw: abc.Mapping[str, Any], name: str, usual: bool, source: str) -> bool:
+    """Return whether a configuration says so, or the ``usual`` answer. Raises ``CheckpointError`` unless it is true or
+    false."""
+    if (value := raw.get(name)) is None:
+        return usual
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{source}: {name} {value!r} must be true or false")
+    return value
 
 
 def find_mask_id(raw: abc.Mapping[str, Any]) -> int | None:
     """Return the id of the token that stands at each place to fill in; None if the configuration states none."""
     nested = raw.get("dflash_config") or {}
-    stated = [nested.get("mask_token_id") if isinstance(nested, dict) else None, *map(raw.get, _MASK_IDS)]
+    stated = [nested.get("mask_token_id") if isinstance(nested, dict) else None, *map(raw.get, MASK_IDS)]
     return next((each for each in stated if each is not None), None)
 
 
@@ -128,8 +191,10 @@ def layer_config(raw: dict[str, Any], source: str, family: str | None = None) ->
     """Read the configuration of a head's layers, as a model of ``family`` (None: of the family that it states).
     ``speculators`` nests it in ``transformer_layer_config``, and leaves out the defaults of transformers. Raises
     ``CheckpointError``."""
-    nested = "transformer_layer_config" in raw
-    layer_settings = json_object(raw, "transformer_layer_config", source) if nested else raw
+    nested = LAYER in raw
+    layer_settings = raw
+    if nested:  # weights are quantised as the whole head's configuration says
+        layer_settings = {"quantization_config": raw.get("quantization_config"), **json_object(raw, LAYER, source)}
     kind = layer_settings.get("model_type") or ("qwen3" if nested else family or "llama")
     if kind not in _DEFAULTS:
         if nested or family is not None:

@@ -95,7 +95,8 @@ class PackedDFlash(PackedLlama):
         layers: Any = head.layers
         self._pack_all(others, layers)
         for number, (layer, causal) in enumerate(zip(layers, options.causal)):
-            self._set_layer(number, {6: head.hidden_norm}, layer.self_attn.window, 0, causal)  # src/fly.h: FEATURE
+            norms = {6: head.hidden_norm}  # src/fly.h: FEATURE
+            self._set_layer(number, norms, layer.self_attn.window, 0, causal, options.anchored)
         self._note_weight_bytes(others[HEAD], layers)
         self._prepare_calls()
 

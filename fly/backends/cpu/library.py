@@ -25,7 +25,7 @@ __all__ = [
     "variant_number", "why_not",
 ]  # fmt: skip
 
-_ABI = 47  # the number in src/library.cpp; a library with another number is refused
+_ABI = 48  # the number in src/library.cpp; a library with another number is refused
 _VARIABLE = "FLY_KERNELS"
 _LACKS = "this processor lacks some of its instructions"  # src/fly.h: LACKS
 TORCH = "torch"
@@ -241,7 +241,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "fly_new": (c_int, [c_void_p, c_int, c_void_p] + [Span] * 4),
     "fly_free": (None, [c_void_p]),
     "fly_share": (c_int, [c_void_p, c_void_p, c_int, c_int]),
-    "fly_set_layer": (c_int, [c_void_p, c_int, Span, c_int, c_int, c_int]),
+    "fly_set_layer": (c_int, [c_void_p, c_int, Span, c_int, c_int, c_int, c_int]),
     "fly_set_masked": (c_int, [c_void_p, Span]),
     "fly_set_markov": (c_int, [c_void_p, Span, Span]),
     "fly_set_matrix": (c_int, [c_void_p, c_int, c_int] + [Span] * 3),

@@ -252,10 +252,16 @@ class PackedLlama:
             self._pack(number, which, linear)
 
     def _set_layer(
-        self, number: int, norms: abc.Mapping[int, Norm], window: int | None, rope: int, causal: bool = True
+        self,
+        number: int,
+        norms: abc.Mapping[int, Norm],
+        window: int | None,
+        rope: int,
+        causal: bool = True,
+        anchored: bool = False,
     ) -> None:
         weights = [float_weights(norms[which]) if which in norms else None for which in range(7)]  # src/fly.h: Norm
-        self.library.fly_set_layer(self.handle, number, spans(weights), window or 0, rope, causal)
+        self.library.fly_set_layer(self.handle, number, spans(weights), window or 0, rope, causal, anchored)
 
     def _pack(self, layer: int, which: int, linear: nn.Linear) -> None:
         """Hand a matrix to the library: as plain values, as whole numbers with a scale for each output, or as

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fly.drafts import CascadeDraft, DraftStrategy, SingleDraft
+from fly.drafts import CascadeDraft, DraftStrategy, LookupDraft, SingleDraft
 from fly.drafts.base import word_of
 from fly.drafts.trained import HeadDraft
 from fly.llm import LLM
@@ -225,10 +225,12 @@ def drafter_of(draft: DraftStrategy | None) -> SingleDraft | HeadDraft | None:
 
 
 def describe_drafter(draft: DraftStrategy | None, k: int) -> dict[str, Any]:
-    """Return what a replay must know of a draft that is asked for ``k`` tokens: the ``longest`` draft, the word for its
-    ``head`` ("" if it is none), and whether that head has its ``own_chance``, an estimate by which it stops."""
+    """Return what a replay must know of a draft that is asked for ``k`` tokens: the ``longest`` draft, the word for the
+    ``head`` that drafts, also beside a lookup ("" if none does), and whether that head has its ``own_chance``, an
+    estimate by which it stops."""
     drafter = drafter_of(draft)
     about = {"longest": k if drafter is None or drafter.k is None else min(k, drafter.k), "head": ""}
-    if isinstance(drafter, HeadDraft):
-        about |= {"head": word_of(drafter.head), "own_chance": getattr(drafter.head.options, "confidence", False)}
+    beside = draft.members[-1] if isinstance(draft, LookupDraft) else drafter
+    if isinstance(beside, HeadDraft):
+        about |= {"head": word_of(beside.head), "own_chance": getattr(beside.head.options, "confidence", False)}
     return about

@@ -34,8 +34,7 @@ _READ = 2048  # how many positions are read to measure the scale of hidden state
 
 class BlocksAt:
     """The keys and values of a training forward (``fly.models.dflash.BlockKV``): the context of B rows, and blocks at
-    the anchors ``start_BA`` of each row. A place sees the context before its anchor (in sliding layers: the last tokens
-    of it), and its own block (in causal layers: up to itself)."""
+    the anchors ``start_BA`` of each row. A place sees the context before its anchor, and its own block."""
 
     def __init__(self, start_BA: Tensor, length: int, config: DFlashConfig) -> None:
         self.start_BA = start_BA
@@ -65,23 +64,22 @@ class BlocksAt:
         v = torch.cat([by_row(context_v), by_row(v_TGD)], 2)
         kind = window, self.config.causal[layer]
         if kind not in self.masks:
-            self.masks[kind] = self._mask(*kind).unsqueeze(1)
+            self.masks[kind] = self._mask(layer).unsqueeze(1)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=self.masks[kind], scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         return out.transpose(1, 2).flatten(0, 1)
 
-    def _mask(self, window: int | None, causal: bool) -> Tensor:
-        """Return which keys each place of a row sees, [B, A * K, L + A * K] bool."""
-        rows, anchors = self.start_BA.shape
-        size = self.config.block_size
-        at_L, start_BA1 = torch.arange(self.length), self.start_BA.unsqueeze(-1)
-        context_BAL = at_L < start_BA1
-        if window is not None:
-            context_BAL &= at_L >= start_BA1 - window
-        inside_KK = torch.ones(size, size, dtype=torch.bool)
-        inside = torch.block_diag(*[inside_KK.tril() if causal else inside_KK] * anchors)
-        return torch.cat([context_BAL.repeat_interleave(size, 1), inside.expand(rows, -1, -1).bool()], -1)
+    def _mask(self, layer: int) -> Tensor:
+        """Return which keys each place of a row sees in a layer, [B, A * K, L + A * K] bool."""
+        anchors, size = self.start_BA.shape[1], self.config.block_size
+        at_L, at_K = torch.arange(self.length), torch.arange(size)
+        start_BA11 = self.start_BA[..., None, None]
+        place_BAK1 = start_BA11 + at_K.unsqueeze(1)
+        context_BAKL = self.config.sees(layer, place_BAK1, at_L, start_BA11) & (at_L < start_BA11)
+        inside_KK = self.config.sees(layer, at_K.unsqueeze(1), at_K, 0)
+        inside = torch.block_diag(*[inside_KK] * anchors).bool()
+        return torch.cat([context_BAKL.flatten(1, 2), inside.expand(len(self.start_BA), -1, -1)], -1)
 
 
 class Drafts(NamedTuple):

@@ -363,14 +363,15 @@ inline const uint8_t* mask_of(const Row& row, int n) {
 
 // The end of the tokens that a row's new token ``n`` sees.
 inline int end_seen(const Call* call, const Layer& layer, const Row& row, int n) {
-    return row.start + (call->in_blocks && !layer.causal ? row.count : n + 1);
+    if (!call->in_blocks || layer.causal) return row.start + n + 1;
+    const int ahead = row.count - n;
+    return row.start + n + (layer.window && !layer.anchored ? min_of(ahead, layer.window) : ahead);
 }
 
-// The first token that a row's new token ``n`` sees, if it sees only the last ``window`` of its tokens (0: all). The window of
-// a block's places counts from the anchor.
+// The first token that a row's new token ``n`` sees, if it sees only the last ``window`` of its tokens (0: all).
 inline int first_seen(const Call* call, const Layer& layer, const Row& row, int n) {
     const int sees = row.start + n + 1, window = layer.window;
-    if (window && call->in_blocks) return max_of(row.start - window, 0);
+    if (window && call->in_blocks && layer.anchored) return max_of(row.start - window, 0);
     if (!window || sees <= window) return 0;
     const uint8_t* mask = mask_of(row, n);
     if (!mask) return sees - window;

@@ -109,6 +109,7 @@ struct Layer {
     Matrix qkv, o, gate_up, down;  // the panels of gate_up hold 16 gates and their 16 ups
     int32_t window;                // how many tokens a token sees, counted back from itself; 0: all
     bool causal;                   // block drafters: a place of a block sees no place after it
+    bool anchored;                 // block drafters: the window counts back from the anchor (fly/models/dflash.py)
     int32_t rope;                  // number of its rotary table
 };
 

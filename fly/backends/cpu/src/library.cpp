@@ -78,7 +78,7 @@ int fly::refuse(Error error, const char* what, int64_t has, int64_t least, int64
 
 int fly::check_variant(int variant) { return within("variant", variant, 0, sizeof(variants) / sizeof(*variants) - 1); }
 
-EXPORT int fly_abi() { return 47; }
+EXPORT int fly_abi() { return 48; }
 
 // Chooses the loops for Intel's processors (1) or for others (0), between calls of models, and returns what was chosen before.
 // For tests: both give the same bits on every processor.

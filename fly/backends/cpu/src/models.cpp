@@ -263,14 +263,15 @@ EXPORT int fly_set_markov(Model* model, Span<const char> before, Span<const floa
 }
 
 // Sets the norms of a layer [NORMS], float32 [C] or [D], or none; its window; and the number of its rotary table.
-// ``causal``: in a block drafter, a place of a block sees no place after it.
-EXPORT int fly_set_layer(Model* model, int number, Span<const Span<const float>> norms, int window, int rope, int causal) {
+// ``causal``, ``anchored``: what the places of a block see, in a block drafter (fly.h: Layer).
+EXPORT int fly_set_layer(Model* model, int number, Span<const Span<const float>> norms, int window, int rope, int causal,
+                         int anchored) {
     const Shape& shape = model->shape;
     if (const int error = within("layer", number, 0, shape.layers - 1) ?: holds("norms", norms, NORMS) ?:
                           within("window", window, 0, INT32_MAX) ?: within("rope", rope, 0, shape.ropes - 1))
         return error;
     Layer& layer = model->layers[number];
-    layer.window = window, layer.rope = rope, layer.causal = causal;
+    layer.window = window, layer.rope = rope, layer.causal = causal, layer.anchored = anchored;
     for (int which = 0; which < NORMS; which++) {
         if (!norms[which].there()) continue;
         const int width = which == QUERY || which == KEY ? shape.head_dim : shape.width;

@@ -49,9 +49,9 @@ void Series::choose_drafts() {
     }
 }
 
-// A lookup beside a head: if it copies as many tokens as the head has drafted for the i-th row that drafts, and begins alike,
-// the row drafts the copies (fly/drafts/block.py: LookupDraft). Given the first two, the others are certain. Returns how many
-// tokens the row drafts.
+// A lookup beside a head: if it begins as the head's draft for the i-th row that drafts, and copies enough, the row drafts the
+// copies (fly/drafts/block.py: LookupDraft). Given the first two, the others are certain. Returns how many tokens the row
+// drafts.
 int Series::look_beside(int i) {
     constexpr int AGREE = 2;
     const int b = draft.row[i], own = proposed[i];
@@ -62,11 +62,12 @@ int Series::look_beside(int i) {
     int64_t* tokens = chain + i * args->longest;
     int n = 0;
     for (bool ended = false; n < most && !ended && copies[n] >= 0 && copies[n] < vocab; n++) ended = ends(b, copies[n]);
-    bool alike = n >= own;
+    const bool draws = args->rules->sampling.there();
+    bool alike = n >= (draws && args->rules->sampling[b].temperature > 0 ? AGREE + 1 : own);
     for (int at = 0; at < AGREE; at++) alike &= copies[at] == tokens[at];
     for (int at = AGREE; alike && at < n; at++) {
         tokens[at] = copies[at];
-        if (!args->rules->sampling.there()) continue;
+        if (!draws) continue;
         float* certain = args->distributions + ((long)i * args->longest + at) * vocab;
         memset(certain, 0, vocab * sizeof(float));
         certain[copies[at]] = 1;
