@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Tiny tensors: a second thread only waits for the first, also in an engine's own thread and in processes of a test. Two
@@ -80,11 +81,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (own := getattr(test, "_hypothesis_internal_use_settings", None)) is not None:
             count = _examples(own.max_examples)
             test._hypothesis_internal_use_settings = settings(own, max_examples=count)
+    for machine in {getattr(item, "cls", None) for item in items}:  # a state machine's settings are of its class
+        if isinstance(own := getattr(machine, "settings", None), settings):
+            machine.settings = settings(own, max_examples=_examples(own.max_examples))
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:
             if item.get_closest_marker("gpu") is not None:
                 item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: each full collection of garbage would go over all of it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -262,7 +262,7 @@ def test_a_fault_is_found(fault: str) -> None:
 def test_an_honest_server_passes(chat: bool) -> None:
     """Beside an honest twin whose logits are rounded otherwise; over both endpoints."""
     with serving(chat=chat) as url, serving(rounding=1e-3, chat=chat) as beside:
-        report = audit(url, beside=beside, samples=400)
+        report = audit(url, beside=beside, samples=200)
     assert {*verdicts(report).values()} == {"pass"}, [each for each in report.findings if each.detail]
     assert verdicts(report).keys() == check_names().keys() and report.status == 0
     assert report.endpoint == ("chat" if chat else "completions")
@@ -323,11 +323,11 @@ def test_an_error_of_the_server_is_a_fault() -> None:
 def test_without_log_probabilities_texts_are_compared() -> None:
     with serving(log_probabilities=False) as url, serving() as beside:
         names = ["greedy", "first-tokens", "later-tokens", "top_k", "presence_penalty", "seed", "stop", "logit_bias"]
-        report = audit(url, beside=beside, only=names, samples=800)
+        report = audit(url, beside=beside, only=names, samples=400)
     missing = dict.fromkeys(["greedy", "later-tokens"], "not supported")
     assert verdicts(report) == dict.fromkeys(names, "pass") | missing, report.findings
     with serving("top_k", "inverted", log_probabilities=False) as url, serving() as beside:
-        report = audit(url, beside=beside, only=["first-tokens", "top_k"], samples=2400)
+        report = audit(url, beside=beside, only=["first-tokens", "top_k"], samples=1600)
     assert verdicts(report) == {"first-tokens": "fail", "top_k": "fail"}, report.findings
 
 
@@ -486,7 +486,7 @@ def test_fly_serve_passes_beside_a_model_that_fly_runs() -> None:
     from tests.serving import MODEL, running
 
     with running("ngram") as server:
-        status, output = run(server.url, "--model", MODEL, "--dtype", "float32", "--samples", "200")
+        status, output = run(server.url, "--model", MODEL, "--dtype", "float32", "--samples", "100")
     assert status == 0, output
 
 
