@@ -134,6 +134,21 @@ def sample(requests: list[Any], seed: int, plugged: bool = True) -> tuple[list[l
     return [row[:n].tolist() for row, n in zip(tokens, counts.tolist())], verify_input, logits
 
 
+def decide_alone(one: Any, b: int, chains: Tensor, logits: Tensor, probs: Tensor | None = None) -> list[int]:
+    """Return the tokens that the rule of request ``one``, row ``b``, gives on the same tensors without SGLang."""
+    row = read_row(one.sampling_params, SIZE, one.rid, one.eos_token_ids)
+    assert row is not None
+    blocks = Blocks(
+        logits.view(-1, SLOTS, SIZE)[b : b + 1],
+        chains.view(-1, SLOTS)[b : b + 1, 1:],
+        torch.tensor([SLOTS - 1]),
+        torch.tensor([b + 4]),
+        None if probs is None else probs[b : b + 1],
+    )
+    decided = decide([row], blocks)
+    return decided.tokens_BJ[0, : int(decided.counts_B[0])].tolist()
+
+
 def test_hooks_are_where_sglang_puts_them() -> None:
     """Also where the function was imported by name: the workers of EAGLE and of n-grams."""
     from sglang.srt.speculative import eagle_worker_common, ngram_worker
@@ -155,18 +170,7 @@ def test_a_relaxed_rule_equals_verify_on_the_same_tensors(rule: str, seed: int) 
     ]
     found, verify_input, logits = sample(requests, seed)
     for b in (0, 2, 3):
-        one = requests[b]
-        row = read_row(one.sampling_params, SIZE, one.rid, one.eos_token_ids)
-        assert row is not None
-        blocks = Blocks(
-            logits.view(4, SLOTS, SIZE)[b : b + 1],
-            verify_input.draft_token.view(4, SLOTS)[b : b + 1, 1:],
-            torch.tensor([SLOTS - 1]),
-            torch.tensor([b + 4]),
-            verify_input.draft_probs[b : b + 1],
-        )
-        decided = decide([row], blocks)
-        assert found[b] == decided.tokens_BJ[0, : int(decided.counts_B[0])].tolist()
+        assert found[b] == decide_alone(requests[b], b, verify_input.draft_token, logits, verify_input.draft_probs)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -219,16 +223,7 @@ def test_trap_drafts_are_one_hot_without_rejection_sampling(monkeypatch: pytest.
     emitted, counts, index = eagle_utils.eagle_sample(verify_input, batch_of(requests), output)
     tokens = emitted[index.long()]
     for b, one in enumerate(requests):
-        row = read_row(one.sampling_params, SIZE, one.rid, one.eos_token_ids)
-        assert row is not None
-        blocks = Blocks(
-            logits.view(3, SLOTS, SIZE)[b : b + 1],
-            verify_input.draft_token.view(3, SLOTS)[b : b + 1, 1:],
-            torch.tensor([SLOTS - 1]),
-            torch.tensor([b + 4]),
-        )
-        decided = decide([row], blocks)
-        assert tokens[b, : int(counts[b])].tolist() == decided.tokens_BJ[0, : int(decided.counts_B[0])].tolist()
+        assert tokens[b, : int(counts[b])].tolist() == decide_alone(one, b, verify_input.draft_token, logits)
 
 
 def test_trap_n_grams_have_chains_that_end_early() -> None:
@@ -336,16 +331,7 @@ def test_dflash_commits_what_the_rule_accepts(rule: str) -> None:
     assert lengths is None and accepted[1] == own[1] and counts.tolist() == (accepted + 1).tolist()
     for b in (0, 2):
         one = requests[b]
-        row = read_row(one.sampling_params, SIZE, one.rid, one.eos_token_ids)
-        assert row is not None
-        part = slice(b, b + 1)
-        blocks = Blocks(
-            logits.view(3, SLOTS, SIZE)[part],
-            candidates[part, 1:],
-            torch.tensor([SLOTS - 1]),
-            torch.tensor([b + 4]),
-        )
-        expected = decide([row], blocks).tokens_BJ[0, : int(counts[b])].tolist()
+        expected = decide_alone(one, b, candidates, logits)
         assert tokens[b, : int(counts[b])].tolist() == expected and bonus[b] == expected[-1]
 
 
@@ -390,8 +376,8 @@ def test_trap_several_tokenizers_load_no_plug_ins() -> None:
 def test_trap_a_rule_comes_as_custom_params_of_the_openai_interface() -> None:
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
-    asked = ChatCompletionRequest(model="m", messages=[], custom_params={"fly": "exact"})
-    assert asked.to_sampling_params([], {})["custom_params"] == {"fly": "exact"}
+    chat = ChatCompletionRequest(model="m", messages=[], custom_params={"fly": "exact"})
+    assert chat.to_sampling_params([], {})["custom_params"] == {"fly": "exact"}
 
 
 def test_what_sglang_was_started_with_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
