@@ -269,7 +269,7 @@ def declared(kind: type = EngineOptions) -> dict[str, FieldInfo]:
 
 
 def check_options(values: Mapping[str, Any]) -> EngineOptions:
-    """Return all options, those that have none of these ``values`` with their defaults.
+    """Return all options. Those that are not among ``values`` have their defaults.
 
     Raises ``TypeError`` for an unknown option, with the choices, and ``ValueError`` for a wrong value.
     """

@@ -82,8 +82,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             count = _examples(own.max_examples)
             test._hypothesis_internal_use_settings = settings(own, max_examples=count)
     for machine in {getattr(item, "cls", None) for item in items}:  # a state machine's settings are of its class
-        if isinstance(own := getattr(machine, "settings", None), settings):
-            machine.settings = settings(own, max_examples=_examples(own.max_examples))
+        if isinstance(full := getattr(machine, "settings", None), settings):
+            machine.settings = settings(full, max_examples=_examples(full.max_examples))
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:

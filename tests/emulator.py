@@ -156,7 +156,7 @@ def results(made: Any) -> list[Tensor]:
 
 
 class Facts(NamedTuple):
-    """What torch says of one of its operations. (Asking it takes as long as a small operation.)"""
+    """What the schema of a torch operation says. Each is read once: reading it takes as long as a small operation."""
 
     name: str
     looks: bool  # whether it only looks at memory in another way
@@ -308,8 +308,8 @@ class Gpu(TorchDispatchMode):
         """Arguments that an operation writes to."""
         written = []
         for number, name in facts_of(func).writes:
-            given = kwargs.get(name, args[number] if number < len(args) else None)
-            written += [x for x in leaves_of(given) if isinstance(x, OnGpu)]
+            argument = kwargs.get(name, args[number] if number < len(args) else None)
+            written += [x for x in leaves_of(argument) if isinstance(x, OnGpu)]
         return written
 
     def cross(self, func: Any, name: str, args: Any, kwargs: Any, source: Tensor, up: bool) -> Any:

@@ -515,7 +515,9 @@ def test_a_lookup_goes_on_where_both_begin_alike(temperature: float) -> None:
 def test_a_drawn_draft_is_the_lookups_whatever_is_drawn_after_both_begin_alike(kind: str) -> None:
     """Each string of tokens has one distribution of the next one, which is the one reported: it may not depend on what
     the head draws later. Here that ends many drafts early, by a stop token or by what the head says of itself."""
-    model, text, count = toy_target(4, SMALL), [0, 1, 2, 3, 1], 300
+    model = toy_target(4, SMALL)
+    text = [0, 1, 2, 3, 1]
+    count = 300
     block = BlockDraft(small_runs(kind, size=6), confidence=0.5 if kind == "dspark" else 0.0)
     llm = LLM(TorchExecutor(model), block, k=5, cache=20_000)
     params = SamplingParams(temperature=6.0, max_tokens=9, stop_token_ids=(3,))
@@ -523,12 +525,12 @@ def test_a_drawn_draft_is_the_lookups_whatever_is_drawn_after_both_begin_alike(k
     rows = [request.row for request in requests]
     with torch.inference_mode():
         llm.engine.runner.feed([], [], prefill=[(row, len(text) - 1) for row in rows])
-        own = split_rows(block.propose(rows, [5] * count))
+        of_head = split_rows(block.propose(rows, [5] * count))
         both = split_rows(LookupDraft(Copies([0, 1, 1, 0]), block).propose(rows, [5] * count))
     Reported([(piece.tokens, piece.probs_NV) for piece in both if piece.probs_NV is not None], 6.0)
-    alike = [n for n, piece in enumerate(own) if piece.tokens[:2] == [0, 1] and len(piece.tokens) > 2]
-    assert len({len(own[n].tokens) for n in alike}) > 1 and all(both[n].tokens == [0, 1, 1, 0] for n in alike)
-    assert all(both[n].tokens == own[n].tokens for n in range(count) if n not in alike)
+    alike = [n for n, piece in enumerate(of_head) if piece.tokens[:2] == [0, 1] and len(piece.tokens) > 2]
+    assert len({len(of_head[n].tokens) for n in alike}) > 1 and all(both[n].tokens == [0, 1, 1, 0] for n in alike)
+    assert all(both[n].tokens == of_head[n].tokens for n in range(count) if n not in alike)
 
 
 @pytest.mark.parametrize("draft", ["ngram+{}", "suffix+{}", "adaptive({})", "{}", "choose(a={}, b=ngram)"])

@@ -172,7 +172,7 @@ def test_a_block_is_that_of_pytorch(kind: str, lengths: list[int], seed: int, cu
 
 @pytest.mark.parametrize("anchored", [True, False])
 def test_a_window_may_be_the_largest_number_there_is(anchored: bool) -> None:
-    """Of 32 bits: places see what they see without a window."""
+    """With the largest window of 32 bits, places see what they see without a window."""
     layers = {**SLIDING, "sliding_window": 2**31 - 1}
     head = make_head(1, torch.float32, layers=layers, causal=(False,) * 3, anchored=anchored)
     texts = Texts([pytorch_twin(make_head(1, torch.float32), COMPILED), prepared(head, COMPILED)], [9, 2], [4], 1)

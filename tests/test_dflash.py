@@ -117,7 +117,9 @@ def naive_block(head: DFlashHead, states_TF: Tensor, anchor: int) -> Tensor:
         q, k = turn(q, positions[length:], layer.rope_theta), turn(k, positions, layer.rope_theta)
         out = torch.zeros_like(q)
         for place in range(size):
-            at, first, last = length + place, 0, length + size
+            at = length + place
+            first = 0
+            last = length + size
             if window is not None and config.anchored:
                 first = max(length - window, 0)
             elif window is not None:

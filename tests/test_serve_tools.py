@@ -455,7 +455,7 @@ def test_a_named_function_is_called_once_and_its_result_read(here: Running, clie
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own, of its message
 def test_a_message_that_openais_client_has_parsed_can_be_sent_back(client: OpenAI) -> None:
-    """Its ``parse`` adds what it has read: ``parsed`` to the message, ``parsed_arguments`` to a call."""
+    """``parse`` of OpenAI's client adds ``parsed`` to a message and ``parsed_arguments`` to a call."""
 
     class Answer(BaseModel):
         city: Literal["Oslo", "Rome"]

@@ -271,9 +271,9 @@ def test_the_host_waits_for_nothing(dflash: bool, agreed: list[int], monkeypatch
             retrieve_next_token=place(torch.arange(1, SLOTS + 1).repeat(count, 1)),
             draft_probs=place(torch.full((count, SLOTS - 1, SIZE), 1 / SIZE)),
         )
-        own = emitted, counts, index.view(count, SLOTS)
-        plugin.sample_chains(lambda *_: own, verify_input, batch, SimpleNamespace(next_token_logits=logits))
-        return [column.as_subclass(Tensor) for column in own]
+        of_engine = emitted, counts, index.view(count, SLOTS)
+        plugin.sample_chains(lambda *_: of_engine, verify_input, batch, SimpleNamespace(next_token_logits=logits))
+        return [column.as_subclass(Tensor) for column in of_engine]
 
     here, there = decide_step(lambda tensor: tensor), decide_step(put)
     assert all(map(torch.equal, here, there)) and (here[-1] != UNTOUCHED).any()

@@ -123,14 +123,14 @@ def test_the_first_runner_makes_the_host_wait_for_nothing(monkeypatch: pytest.Mo
         rules = {0: request(RULES[1], 0.7), 2: request(RULES[5])}
         generator = torch.Generator().manual_seed(2)
         total = sum(counts)
-        given = (
+        inputs = (
             torch.randint(0, SIZE, (total,), generator=generator, dtype=torch.int32),
             torch.tensor(counts).cumsum(0),
             torch.randn(total, SIZE, generator=generator).softmax(-1),
             2 * torch.randn(total, SIZE, generator=generator),
             torch.ones(len(counts), 1, dtype=torch.int32),
         )
-        tokens, ends, probs, logits, bonus = map(place, given)
+        tokens, ends, probs, logits, bonus = map(place, inputs)
         output = first.decide_after(lambda *others: place(untouched(*others)))(
             tokens, counts, max(counts), ends, probs, logits, bonus, SimpleNamespace(fly=rules)
         )

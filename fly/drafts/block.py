@@ -143,8 +143,8 @@ class LookupDraft(Wrapper):
 
 
 def _followed(own: RowDraft, looked: list[int], least: int) -> RowDraft:
-    """Return the head's draft, continued by the lookup if the two begin alike and the lookup has at least so many
-    tokens."""
+    """Return the head's draft. If the lookup begins like it and has at least ``least`` tokens, the draft goes on with
+    the lookup's."""
     if len(looked) < least or common_prefix(own.tokens, looked) < _AGREE:
         return own
     if own.probs_NV is None:

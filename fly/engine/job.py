@@ -68,7 +68,7 @@ class Request:
         return self.text.stopped
 
     def news(self, index: int, tokens: list[Token]) -> News:
-        """Return the news of these ``tokens`` and of the end of this request, which is ``streamed``."""
+        """Return what a stream is told of these ``tokens`` and, if the request is over, of its end."""
         texts, self._texts = self._texts, []
         row = self.row
         over = bool(row.finish_reason)

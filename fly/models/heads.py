@@ -140,7 +140,8 @@ def check_built(
     known is an error too, unless its value asks for nothing. EAGLE-3 heads are published with whole configurations of
     their targets, so theirs may have any field at the top.
     """
-    stated, names = raw.get("speculators_model_type"), raw.get("architectures") or []
+    stated = raw.get("speculators_model_type")
+    names = raw.get("architectures") or []
     if any(str(name).startswith("DFlash2") for name in names):
         stated = "dflash2"
     if stated is not None and str(stated) not in _TYPES:
@@ -155,7 +156,8 @@ def check_built(
     for where, part in {"": raw, **parts}.items():
         strict = kind != EAGLE3 or where == "eagle_config"
         for name, value in part.items():
-            neutral, said = _NOT_BUILT.get(name), f"{source}: {where and where + '.'}{name} {value!r} is not supported"
+            neutral = _NOT_BUILT.get(name)
+            said = f"{source}: {where and where + '.'}{name} {value!r} is not supported"
             if neutral is not None and value is not None and value not in neutral:
                 raise CheckpointError(f"{said}; it must be absent")
             if neutral is None and strict and value and name not in known[where] and not name.startswith("_"):

@@ -347,13 +347,11 @@ _ABSENT = {
 }
 
 
-def _find_meant(path: str, paths: Sequence[str]) -> str:
-    """Return a question whether a path means another that ends like it, as without ``/v1`` or with it twice."""
-    ends = path.rstrip("/")
-    meant = max(
-        (each for each in paths if ends.endswith(each.removeprefix("/v1")) and each != "/"), key=len, default=""
-    )
-    return f" (did you mean {meant!r}?)" if meant else ""
+def _suggest_path(path: str, paths: Sequence[str]) -> str:
+    """Return a hint at the path that ends like this one, as for a path without ``/v1`` or with it twice."""
+    path = path.rstrip("/")
+    alike = [each for each in paths if each != "/" and path.endswith(each.removeprefix("/v1"))]
+    return f" (did you mean {max(alike, key=len)!r}?)" if alike else ""
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -368,7 +366,7 @@ def _add_errors(app: FastAPI) -> None:
         if error.status_code == 404:
             paths = sorted(str(route.path) for route in app.routes if isinstance(route, APIRoute))
             path = request.url.path
-            hint = _ABSENT.get(path.removeprefix("/v1/").partition("/")[0], "") or _find_meant(path, paths)
+            hint = _ABSENT.get(path.removeprefix("/v1/").partition("/")[0], "") or _suggest_path(path, paths)
             message = f"there is nothing at {shorten(path)}{hint}; paths: {', '.join(paths)}"
         elif error.status_code == 405:
             allowed = (error.headers or {}).get("Allow")

@@ -93,7 +93,7 @@ class Part(TypedDict):
 
 
 class CalledFunction(TypedDict):
-    """The function that a call names. It may have further fields, which the chat template gets."""
+    """The function that a call names. Further fields are allowed, and go to the chat template."""
 
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
 
@@ -101,7 +101,7 @@ class CalledFunction(TypedDict):
 
 
 class MessageCall(TypedDict):
-    """A call that a message repeats. It may have further fields, which the chat template gets."""
+    """A call that a message repeats. Further fields are allowed, and go to the chat template."""
 
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
 

@@ -89,7 +89,8 @@ def _find_rows(batch: Any, size: int) -> dict[int, Row]:
 
 
 def _admit(request: Any, size: int) -> Row | None:
-    """Return the row of a new request, or None if it names no rule. A wrong request ends with an error of its own.
+    """Return the row of a new request, or None if it names no rule. If its rule is wrong, the request ends with an
+    error, and has no row.
 
     ``check`` has refused it before, unless SGLang reads requests in several processes (``--tokenizer-worker-num``),
     which load no plug-ins.
@@ -165,7 +166,7 @@ def sample_chains(
         index_B = upload(numbers, logits.device)
         counts_B = decided.counts_B.to(counts_R.dtype)
         slots_BJ = (index_B.unsqueeze(1) * slots + places_J).where(places_J < counts_B.unsqueeze(1), -1)
-        # SGLang also reads what follows the tokens, and drops it.
+        # SGLang also reads the slots after the tokens, and drops what they hold: 0 is some token.
         tokens_BD = pad(decided.tokens_BJ.clamp_min(0), (0, slots - places))
         write_tokens(emitted.view(-1, slots), index_B, decided._replace(tokens_BJ=tokens_BD))
         write_tokens(index_RJ, index_B, decided._replace(tokens_BJ=slots_BJ))

@@ -26,7 +26,7 @@ class Served(NamedTuple):
 
 
 def find_rule(params: Any) -> Any:
-    """Return what a request with these sampling parameters gives as its rule; None if it names none."""
+    """Return the rule that sampling parameters name, as the request wrote it; None if they name none."""
     return params.custom_params.get("fly") if isinstance(params.custom_params, dict) else None
 
 
