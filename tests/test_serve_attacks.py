@@ -343,7 +343,7 @@ def test_dripping_headers_are_not_waited_for() -> None:
 
 def test_a_busy_server_answers_503_and_health_goes_on() -> None:
     stream = {"model": MODEL, "prompt": "Take", "max_tokens": 900, "ignore_eos": True, "stream": True}
-    with running(max_connections=16) as server:
+    with running("none", max_connections=16) as server:  # without a draft, a stream has 900 steps of 20 ms
         server.service.llm.engine.stretch = 0
         server.service.llm.worker.watch = lambda: time.sleep(0.02)
         with httpx.Client(base_url=server.url, timeout=30, limits=httpx.Limits(max_connections=None)) as http:

@@ -170,10 +170,11 @@ def test_a_reader_that_does_not_read_blocks_no_other(caplog: pytest.LogCaptureFi
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
-    with running(options={"max_rows": 1}, max_waiting=1) as server:
-        worker, server.service.llm.engine.stretch = server.service.llm.worker, 0
-        # whatever the machine, the first is not over before the third has come
-        worker.watch = lambda: time.sleep(0.01)
+    with running("none", options={"max_rows": 1}, max_waiting=1) as server:
+        worker = server.service.llm.worker
+        server.service.llm.engine.stretch = 0
+        # whatever the machine, the first is not over before the third has come: without a draft, each token is a step
+        worker.watch = lambda: time.sleep(0.02)
 
         async def crowd() -> None:
             async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
