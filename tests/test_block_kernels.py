@@ -74,12 +74,14 @@ def random_head(kind: str, seed: int) -> DFlashHead | Eagle3Head:
 
 def pytorch_twin(head: DFlashHead | Eagle3Head, kernels: str) -> BlockHead:
     """The head on PyTorch, in float32, with weights and inputs of products rounded as ``kernels`` round them."""
-    head, ending = copy.deepcopy(head), split(kernels)[1]
+    head = copy.deepcopy(head)
+    variant, ending = split(kernels)
+    taken = torch.float32 if variant == "avx2" else torch.bfloat16  # what is then rounded to 8 bits (tests/twins.py)
 
     def take(linear: nn.Linear, given: tuple[Tensor]) -> tuple[Tensor]:
         (x,) = given
         width = None if ending == "w8a8" else 32
-        return (in_steps(x.flatten(0, -2), width).float().view_as(x),)
+        return (in_steps(x.flatten(0, -2).to(taken), width).float().view_as(x),)
 
     def keys_and_values(attention: Any, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor]:
         return attention.project(x_TC, cos_T1D, sin_T1D)[1:]  # through ``take``
