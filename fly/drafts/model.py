@@ -172,7 +172,8 @@ class SingleDraft(StopsByChance):
         if not greedy and spec.tree is None:
             sampling = BatchSampling.of([row.params for row in going])
         seeds = [seed_of(row) for row in going]
-        drafted = draft_apart(is_alone, self._draft_alone, self._draft_in_rounds, spec, going, lengths, sampling, seeds)
+        alone = self.runner.extend
+        drafted = draft_apart(is_alone, alone, self._draft_in_rounds, spec, going, lengths, sampling, seeds)
         return drafted_of(len(rows), active, drafted)
 
     def continuation(self, rows: abc.Sequence[Row], worth: float = 0.0) -> Continuation | None:
@@ -193,21 +194,8 @@ class SingleDraft(StopsByChance):
         if self.draft is not None:
             self.draft.release(row)
 
-    def _draft_alone(
-        self,
-        numbers: list[int],
-        spec: DraftSpec,
-        rows: abc.Sequence[Row],
-        max_len: abc.Sequence[int],
-        sampling: BatchSampling | None,
-        seeds: abc.Sequence[int],
-    ) -> Drafted:
-        """Draft with the model alone, in one call of the executor."""
-        return self.runner.extend(rows, spec, max_len, sampling, seeds)
-
     def _draft_in_rounds(
         self,
-        numbers: list[int],
         spec: DraftSpec,
         rows: abc.Sequence[Row],
         max_len: abc.Sequence[int],
