@@ -155,12 +155,17 @@ class SingleDraft(StopsByChance):
 
     def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int], worth: float = 0.0) -> Draft:
         k = sys.maxsize if self.k is None else self.k
-        most = [max(0, min(n, k, self.runner.context - len(row.tokens))) for row, n in zip(rows, max_len)]
-        active = [b for b, n in enumerate(most) if n]
+        active = list[int]()
+        going = list[Row]()
+        lengths = list[int]()
+        for b, (row, n) in enumerate(zip(rows, max_len)):
+            most = min(n, k, self.runner.context - len(row.tokens))
+            if most > 0:
+                active.append(b)
+                going.append(row)
+                lengths.append(most)
         if not active:
             return Draft.empty(len(rows), self.runner.executor.device)
-        going = [rows[b] for b in active]
-        lengths = [most[b] for b in active]
         greedy = all(row.greedy for row in going)
         if not greedy and not self._lossless:
             raise ValueError(f"a draft level verified by {self.policy} has no known distribution above temperature 0")
