@@ -252,8 +252,9 @@ class SingleDraft(StopsByChance):
             active = goes_on
         # Return the chains. If their tokens were drawn, add the distributions.
         chains = [each.row.tokens[len(row.tokens) :] for each, row in zip(growing, rows)]
-        probs_BKV = pad_rows([each.probs for each in growing])
-        return Drafted(chains, probs_BKV, pad_rows([each.logits for each in growing]))
+        probs_BKV = None if sampling is None else pad_rows([each.probs for each in growing])
+        logits_BKV = pad_rows([each.logits for each in growing]) if spec.with_logits else None
+        return Drafted(chains, probs_BKV, logits_BKV)
 
     def _decide(self, rows: list[Row], target: Target, below: Draft) -> list[tuple[list[int], list[int]]]:
         """Return, for each row, the drafted tokens that this level keeps and its own next token, and their places.
