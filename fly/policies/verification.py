@@ -265,8 +265,7 @@ def _excuse(
     policy: AcceptancePolicy, target: Target, draft: Draft, trees: list[list[int]], kept_BK: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return which tokens are excused along at least one path through them, bool [B, K], and where each clause held."""
-    excuses = policy.relaxation is not None or type(policy).relax is not AcceptancePolicy.relax
-    paths = [(b, path) for b, tree in enumerate(trees) for path in leaf_paths(tree)] if excuses else []
+    paths = [(b, path) for b, tree in enumerate(trees) for path in leaf_paths(tree)] if policy.excuses else []
     if not paths:
         return torch.zeros_like(kept_BK), {}
     # Treat each path from the row to a leaf as a chain. A token agrees if the policy keeps it.
