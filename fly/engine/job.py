@@ -93,7 +93,9 @@ class Request:
             begin = partial(TextStream, self.tokenizer)
         else:
             text = ""
-        reasoning, text = Splitter.split(self.thinking, text)
+        reasoning = ""
+        if self.thinking is not None:
+            reasoning, text = Splitter.split(self.thinking, text)
         unscored = [None] * (row.prompt_length - len(row.prompt_logprobs))
         return Output(
             prompt_token_ids=row.tokens[: row.prompt_length],
