@@ -122,7 +122,7 @@ class Runner:
         tokens. It does not adopt tokens that must be fed again (``Row.shareable``)."""
         if (cached := self._cached.get(row.id)) is None:
             most = min([row.shareable, *(watch.begin(row) for watch in self._watches if row.k)])
-            shared = self.allocator.adopt(row.id, row.tokens[:most], row.params.cache_salt) if self.share else 0
+            shared = self.cache.allocator.adopt(row.id, row.tokens[:most], row.params.cache_salt) if self.share else 0
             cached = self._cached[row.id] = row.tokens[:shared]
         return cached
 
@@ -187,7 +187,7 @@ class Runner:
         """
         decisions = self.executor.judge(rows, target, draft)
         for b, (row, decision) in enumerate(zip(rows, decisions)):
-            if row.policy.budgets:
+            if decision.mismatches and row.policy.budgets:
                 decisions[b] = add_costs(row.policy.budgets, target, draft, b, decision)
             if decision.next_token >= 0:
                 continue
