@@ -662,8 +662,9 @@ class LLM:
                 silent = not output.text.strip() and not self.eos_ids.isdisjoint(output.token_ids[-1:])
                 if request.prompt is not None and silent:
                     self._hinted = True
-                    message = f"the answer to {shorten(request.prompt)} is empty: this model has a chat template, which generate"
-                    warnings.warn(f"{message} does not apply; chat does, and chat_prompt for streams", stacklevel=3)
+                    empty = f"the answer to {shorten(request.prompt)} is empty"
+                    reason = "this model has a chat template, which generate does not apply"
+                    warnings.warn(f"{empty}: {reason}; chat does, and chat_prompt for streams", stacklevel=3)
                     break
         return outputs
 
