@@ -86,7 +86,7 @@ def take_rounds(target: PackedLlama, drafter: PackedLlama | None, plan: RoundPla
         draft_logits=spans(results.drafter_KV),
         stops=CStops.of_rows(plan.spec, len(rows)),
         state=array("i", plan.states),
-        given=None if plan.head_input is None else plan.head_input.states_TF.to(target.dtype).contiguous(),
+        head_states=None if plan.head_input is None else plan.head_input.states_TF.to(target.dtype).contiguous(),
         read=results.states_NF,
     )
     target.library.fly_rounds(
