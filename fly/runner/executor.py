@@ -210,8 +210,8 @@ class Executor(ABC):
     batch_invariant = False  # whether a token's logits have the same bits, whatever else is in the batch
     gives_states = False  # whether ``score`` can give hidden states
     keeps_guarantees = True  # whether a rule keeps its guarantee on this model; if not, every rule is heuristic
-    compiles = False  # whether it compiles layers
-    often = 0  # after how many rounds of a shape it does
+    compiles_layers = False  # whether layers may be compiled, for shapes that come often
+    compiles_after = 0  # the number of rounds of a shape after which its layers are compiled
     captures = False  # whether it prepares work of each shape, which a warm-up can do before the first request
 
     @property

@@ -38,8 +38,8 @@ class Model(Protocol):
 
     config: LlamaConfig
     device: torch.device
-    often: int
-    compiles: bool
+    compiles_after: int
+    compiles_layers: bool
 
     def score(self, batch: Batch, places: Sequence[int] | None = None) -> Scores: ...
     def hidden(self, *tokens_and_more: Any, **options: Any) -> Tensor: ...

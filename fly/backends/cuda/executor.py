@@ -76,7 +76,7 @@ class CudaExecutor(TorchExecutor):
     """Runs a ``fly.models.Llama`` on a CUDA device.
 
     Args:
-        compiles: whether layers may be compiled; false once that failed.
+        compiles_layers: whether layers may be compiled; false once that failed.
         pool: the memory that its graphs share. If several processes run the model together, its contexts are entered
             around waits and preparations, and a call takes a fixed number of rounds, so that all processes take the
             same number.
@@ -84,12 +84,13 @@ class CudaExecutor(TorchExecutor):
 
     # The first time on a machine, compiling takes some ten seconds for each number of tokens. It begins after so many
     # rounds, which take as long, so compiling at most doubles the time of short work.
-    often = 2000
+    compiles_after = 2000
     captures = True
 
-    def __init__(self, model: Any, compiles: bool = True, pool: GraphPool | None = None) -> None:
+    def __init__(self, model: Any, compiles_layers: bool = True, pool: GraphPool | None = None) -> None:
         super().__init__(model)
-        self.pool, self.compiles = pool or GraphPool(self.device), compiles
+        self.pool = pool or GraphPool(self.device)
+        self.compiles_layers = compiles_layers
         if isinstance(model, Llama):
             fuse(model)
             if any(isinstance(part, Int4Linear) for part in model.modules()):
@@ -196,11 +197,11 @@ class CudaExecutor(TorchExecutor):
         states = {} if states is None else states
         model = cast(Llama, self.model)
         hidden_TC = None
-        if compiled and self.compiles:
+        if compiled and self.compiles_layers:
             try:
                 hidden_TC = model(tokens_T, positions_T, kv, through=partial(self._compiled_layers(), states=states))
             except Exception as error:  # e.g. no Triton or C compiler; another error comes again below
-                self.compiles, reason = False, f"{type(error).__name__}: {error}".splitlines()[0]
+                self.compiles_layers, reason = False, f"{type(error).__name__}: {error}".splitlines()[0]
                 _log.warning("layers are not compiled, and run operation by operation in CUDA graphs: %s", reason)
         if hidden_TC is None:
             hidden_TC = model(tokens_T, positions_T, kv, through=record_states(states))
