@@ -436,7 +436,7 @@ def test_sampled_completions_follow_the_targets_distribution() -> None:
 
 def test_a_rule_that_tosses_coins_tosses_them_at_temperature_0_too() -> None:
     """And the same ones alone as beside a row that samples."""
-    judge = TorchExecutor(TARGET).judge
+    judge = TorchExecutor(TARGET).decide
     logits_BJV = torch.zeros(1, 2, 5)
     logits_BJV[..., 3] = 9.0
     stood = 0

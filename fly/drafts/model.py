@@ -270,7 +270,7 @@ class SingleDraft(StopsByChance):
                 end = common_prefix(chain, tokens) + 1
                 new.append((tokens[:end], list(range(end))))
             return new
-        decisions = self.runner.judge(rows, target, below, self.draft)
+        decisions = self.runner.decide(rows, target, below, self.draft)
         return [
             (
                 [*(decision.drafted[node] for node in decision.path), decision.next_token],

@@ -1,7 +1,7 @@
 """A model with its own paged cache. The runner knows which tokens of each row are cached, feeds the others to the
 executor, and rolls the cache back. It does not depend on draft strategies.
 
-The engine's step calls it in this order: ``score`` (one forward over the last tokens and the drafts), ``judge`` (each
+The engine's step calls it in this order: ``score`` (one forward over the last tokens and the drafts), ``decide`` (each
 row's rule decides), ``commit`` (the cache is rolled back to what was decided). For several rounds in one call it calls
 ``plan`` and ``note_rounds`` instead. Every call either succeeds or leaves the cache as it was.
 
@@ -179,13 +179,13 @@ class Runner:
             choices=choices,
         )
 
-    def judge(self, rows: abc.Sequence[Row], target: Target, draft: Draft, strategy: object) -> list[Decision]:
-        """Decide: let each row's own rule decide on its block (``Executor.judge``).
+    def decide(self, rows: abc.Sequence[Row], target: Target, draft: Draft, strategy: object) -> list[Decision]:
+        """Decide: let each row's own rule decide on its block (``Executor.decide``).
 
         Raises ``ValueError`` if a NaN leaves a row ``UNDECIDED``, or its policy decides what is ``IMPOSSIBLE``. The
         error names its source: the model, the ``strategy`` or the policy.
         """
-        decisions = self.executor.judge(rows, target, draft)
+        decisions = self.executor.decide(rows, target, draft)
         for b, (row, decision) in enumerate(zip(rows, decisions)):
             if decision.mismatches and row.policy.budgets:
                 decisions[b] = add_costs(row.policy.budgets, target, draft, b, decision)

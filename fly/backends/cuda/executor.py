@@ -174,11 +174,11 @@ class CudaExecutor(TorchExecutor):
         self._plain = ""  # if it refuses rows, ``take_rounds`` says why
         return take_rounds(self, plan, self._find_rounds(plan.kv.cache))
 
-    def judge(self, rows: abc.Sequence[Row], target: Target, draft: Draft) -> list[Decision]:
+    def decide(self, rows: abc.Sequence[Row], target: Target, draft: Draft) -> list[Decision]:
         if self._plain:  # not for a prompt's round, or one that ``rounds`` refused
             note_plain_way(self._plain)
         self._plain = ""
-        return super().judge(rows, target, draft)
+        return super().decide(rows, target, draft)
 
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
         return DeviceDistribution(sampling, logits_BJV)
