@@ -34,21 +34,23 @@ def decide(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
     following = verdict.next_token_B.tolist()
     clauses = {label: held_BK.tolist() for label, held_BK in verdict.clauses.items()}
     chains = draft.chains
-    parents = [list(range(-1, len(chain) - 1)) for chain in chains] if draft.trees is None else draft.trees
+    trees = draft.trees
     # Compute what relaxed tokens cost. This reads the target's log-probabilities, so do it for all rows at once.
     relaxed = [(b, node) for b, why in enumerate(why_BK) for node, code in enumerate(why) if code == Why.RELAXED]
-    places = [(b, parents[b][node] + 1, chains[b][node]) for b, node in relaxed]
-    nats = dict(zip(relaxed, target.nats_of(places))) if relaxed else {}
+    nats: dict[tuple[int, int], float] = {}
+    if relaxed:
+        places = [(b, node if trees is None else trees[b][node] + 1, chains[b][node]) for b, node in relaxed]
+        nats = dict(zip(relaxed, target.nats_of(places)))
     decisions = []
     for b, (chain, path) in enumerate(zip(chains, verdict.paths())):
         # Report the mismatches that the decision depends on.
         mismatches = []
-        for node in range(len(chain)):
+        for node in range(len(chain) if nats or clauses else 0):
             stands = (b, node) in nats
             if stands or (clauses and asked_BK[b][node]):
                 outcomes = {label: rows[b][node] for label, rows in clauses.items()}
                 mismatches.append(Mismatch(node, stands, outcomes, nats.get((b, node), 0.0)))
-        bonus = (path[-1] if path else -1) not in parents[b]
+        bonus = len(path) == len(chain) if trees is None else (path[-1] if path else -1) not in trees[b]
         decisions.append(Decision(chain, path, following[b], bonus, target.choices[b], mismatches))
     return decisions
 
