@@ -115,7 +115,7 @@ def _read_results(
         texts=[text[: row.length + n].tolist() for text, row, n in zip(texts, rows, fed)],
         draft_cached=[row.draft_start for row in rows],
         spent=(first, others),
-        states=_read_states(plan, results, last, fed),
+        states=[] if results.states_NF is None else _read_states(plan, blocks, results.states_NF, last, fed),
         open=_read_open_blocks(results, left_open, last, call.longest) if left_open else None,
     )
 
@@ -142,12 +142,11 @@ def _lay_rows(plan: RoundPlan, texts: list[array[int]], copied: bool) -> ctypes.
     return rows
 
 
-def _read_states(plan: RoundPlan, results: _Results, last: int, fed: list[int]) -> list[tuple[int, Tensor]]:
+def _read_states(
+    plan: RoundPlan, blocks: Blocks, states_NF: Tensor, last: int, fed: list[int]
+) -> list[tuple[int, Tensor]]:
     """For each row, return the position of its last token before the call, and hidden states. They are those of the
     kept tokens, round after round, but in the last round those of all cached tokens."""
-    if results.states_NF is None:
-        return []
-    blocks = results.blocks
     places: list[list[int]] = [[] for _ in plan.rows]
     at = 0
     for i in range(last + 1):
@@ -155,7 +154,7 @@ def _read_states(plan: RoundPlan, results: _Results, last: int, fed: list[int]) 
             at_block = b * blocks.max_rounds + i
             kept += range(at, at + (fed[b] if i == last else blocks.accepted[at_block]) + 1)
             at += blocks.count[at_block] + 1
-    return [(len(row.tokens) - 1, results.states_NF[kept]) for row, kept in zip(plan.rows, places)]
+    return [(len(row.tokens) - 1, states_NF[kept]) for row, kept in zip(plan.rows, places)]
 
 
 def _read_open_blocks(results: _Results, rows: list[int], last: int, longest: int) -> OpenBlocks:
