@@ -19,6 +19,7 @@ from fly.backends.torch import TorchExecutor
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.base import pad
 from fly.models import Llama, LlamaConfig
+from fly.ops import common_prefix
 from fly.policies import (
     AcceptancePolicy,
     AdditiveSlack,
@@ -32,7 +33,7 @@ from fly.policies import (
 )
 from fly.policies.verification import decide
 from fly.runner.executor import Batch, Executor, Scores
-from fly.runner.request import Gate, Row, common_prefix
+from fly.runner.request import Gate, Row
 from fly.runner.sampling import BatchSampling
 from fly.types import Draft, Noise, Target
 from tests.toy_engine import (

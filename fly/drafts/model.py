@@ -30,11 +30,11 @@ from fly.drafts.base import (
 from fly.drafts.limits import check_rule
 from fly.drafts.ngram import NGramDraft
 from fly.drafts.stops import check_limits, reach_of
-from fly.ops import derive, nothing_left, sent
+from fly.ops import common_prefix, derive, nothing_left, sent
 from fly.policies import AcceptancePolicy, Exact
 from fly.runner.drafting import Certainty, Drafted, draft_apart, draw_tokens, pad_rows
 from fly.runner.executor import DraftSpec, Executor
-from fly.runner.request import Row, common_prefix
+from fly.runner.request import Row
 from fly.runner.runner import Runner
 from fly.runner.sampling import BatchSampling
 from fly.types import Draft, Guarantee, Target

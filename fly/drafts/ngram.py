@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import abc
 
 from fly.drafts.base import Continuation, DraftStrategy, is_built_in, until_end
+from fly.ops import common_prefix
 from fly.runner.executor import DraftSpec, Lookup
-from fly.runner.request import Row, common_prefix
+from fly.runner.request import Row
 from fly.types import Draft
 
 __all__ = ["Index", "NGramDraft"]

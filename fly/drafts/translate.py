@@ -23,9 +23,9 @@ from fly.drafts.base import DraftStrategy, StopsByChance, pad, until_end
 from fly.drafts.model import SingleDraft
 from fly.models.lengths import byte_level
 from fly.models.tokenizer import Tokenizer
-from fly.ops import derive, first_branch
+from fly.ops import common_prefix, derive, first_branch
 from fly.runner.executor import Batch, Executor, Scores, Wrapped
-from fly.runner.request import Row, common_prefix
+from fly.runner.request import Row
 from fly.types import Draft, SamplingParams, Target
 
 __all__ = ["Restricted", "TranslatedDraft", "Vocabularies"]

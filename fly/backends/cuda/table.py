@@ -22,8 +22,8 @@ from fly.backends.cuda.attention import reads_pages
 from fly.backends.cuda.graphs import upload_into
 from fly.backends.cuda.sampling import DeviceDistribution
 from fly.cache import PagedBatch
+from fly.ops import common_prefix
 from fly.runner.executor import DraftSpec
-from fly.runner.request import common_prefix
 from fly.runner.sampling import BatchSampling
 from fly.types import Decision, Draft, Mismatch, Verdict, Why
 
