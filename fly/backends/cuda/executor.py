@@ -132,22 +132,22 @@ class CudaExecutor(TorchExecutor):
 
     @_on_device
     def describe(self) -> list[str]:
-        found = [f"{self.device} ({torch.cuda.get_device_name(self.device)})"]
+        phrases = [f"{self.device} ({torch.cuda.get_device_name(self.device)})"]
         kind = self.device, self.dtype, self.config.head_dim
         refused = refuse_attention(*kind, block_size_for(self.device))
         if refused is None:
-            found.append("attention by our Triton kernels")
+            phrases.append("attention by our Triton kernels")
         else:
             flash = self.dtype != torch.float32 and find_flash(*kind) is not None
             way = "FlashAttention over pages" if flash else "PyTorch's attention over copies of pages"
-            found.append(f"attention by {way} (not by our Triton kernels: {refused})")
+            phrases.append(f"attention by {way} (not by our Triton kernels: {refused})")
         refused = refuse_layers(self.device, self.dtype)
-        found.append("fused layers" if refused is None else f"layers operation by operation ({refused})")
+        phrases.append("fused layers" if refused is None else f"layers operation by operation ({refused})")
         refused = refuse_steps(self.device)
-        found.append("fused steps" if refused is None else f"steps of a round operation by operation ({refused})")
+        phrases.append("fused steps" if refused is None else f"steps of a round operation by operation ({refused})")
         shapes = sum(key[0] for rounds in self._rounds.values() for key in rounds.made)
-        found.append(f"{len(self.pool.captured)} CUDA graphs for {shapes} shapes of rounds")
-        return found
+        phrases.append(f"{len(self.pool.captured)} CUDA graphs for {shapes} shapes of rounds")
+        return phrases
 
     @property
     def prepared(self) -> int:
@@ -260,8 +260,8 @@ class CudaExecutor(TorchExecutor):
         tables = kv.tables()
         slots = list[int]()
         for seq, start, count in zip(kv.seqs, kv.starts, kv.counts):
-            own = kv.cache.slots(seq, start, start + count)
-            slots += range(own.start, own.stop) if isinstance(own, slice) else own
+            row_slots = kv.cache.slots(seq, start, start + count)
+            slots += range(row_slots.start, row_slots.stop) if isinstance(row_slots, slice) else row_slots
         used = [start + count for start, count in zip(kv.starts, kv.counts)]
         ends, width = [*itertools.accumulate(kv.counts, initial=0)], max(map(len, tables))
         parts = [batch.tokens, batch.positions, slots, [] if places is None else list(places), used, ends]
@@ -269,8 +269,8 @@ class CudaExecutor(TorchExecutor):
         uploaded = upload([number for part in parts for number in part], self.device)
         tokens_T, positions_T, slots_T, places_N, *rest = uploaded.split([len(part) for part in parts])
         used_B, ends_B1, pages = (numbers.to(torch.int32) for numbers in rest)
-        found = Slots(slots_T, used_B, ends_B1, pages.view(-1, width), max(kv.counts))
-        attention = PagedAttention(kv.cache, found, find_trees(kv))
+        batch_slots = Slots(slots_T, used_B, ends_B1, pages.view(-1, width), max(kv.counts))
+        attention = PagedAttention(kv.cache, batch_slots, find_trees(kv))
         taken = dict.fromkeys(states, positions_T)
         hidden_TC = self.hidden(tokens_T, positions_T, attention, taken)
         states_TF = torch.cat([taken[number] for number in states], -1) if states else None

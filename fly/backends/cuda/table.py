@@ -222,10 +222,10 @@ def unpack(line: Sequence[int], k: int, relaxes: bool, conditions: Sequence[str]
     rest = rest[2 * k + 1 :]
     mismatches = list[Mismatch]()
     if relaxes:
-        why, asked, cost, *more = (rest[n * k : n * k + count] for n in range(3 + len(conditions) + len(budgets)))
+        why, was_asked, cost, *more = (rest[n * k : n * k + count] for n in range(3 + len(conditions) + len(budgets)))
         for node in range(count):
             stands = node < accepted and why[node] == Why.RELAXED
-            if stands or (conditions and asked[node]):
+            if stands or (conditions and was_asked[node]):
                 answers = {name: bool(column[node]) for name, column in zip(conditions, more)}
                 if not stands:
                     mismatches.append(Mismatch(node, stands, answers, 0.0))
