@@ -349,7 +349,8 @@ class Runner:
         spec = DraftSpec() if drafter is None and drafting.runner is not None else drafting.spec
         # Reserve room for as many tokens as the pages allow. This may evict cached prefixes of ended rows, but only
         # once: the pages that these rounds leave unused are free for the next rounds.
-        for ahead in (min(most, 1 + _MAX_EXTRA // len(rows)) for most in _EXTRA_TOKENS):
+        for most in _EXTRA_TOKENS:
+            ahead = min(most, 1 + _MAX_EXTRA // len(rows))
             rooms = [len(row.tokens) + min(more, n + ahead) for row, more, n in zip(rows, left, k)]
             draft_rooms = [min(room, context) for room in rooms]
             if self.fits(rows, rooms) and (drafter is None or drafter.fits(rows, draft_rooms)):

@@ -51,8 +51,10 @@ class _Results:
         max_rounds = max(room - len(row.tokens) for row, room in zip(plan.rows, plan.rooms)) + 1
         max_rounds = min(max_rounds, 1 + _MAX_SCORED // (count * (k + 1)), max(plan.rounds, 1))
         blocks = Blocks(count, k, max_rounds, max(_MAX_MISMATCHES, 2 * count * (k + 1)))
-        reads = [plan.drafter is not None and row.policy.reads_logits for row in plan.rows]
-        drafter_KV = [torch.empty(k, target.vocab) if each else None for each in reads]
+        drafter_KV = list[Tensor | None]()
+        for row in plan.rows:
+            reads_logits = plan.drafter is not None and row.policy.reads_logits
+            drafter_KV.append(torch.empty(k, target.vocab) if reads_logits else None)
         probs_BKV = None if plan.sampling is None or plan.drafter is None else torch.empty(count, k, target.vocab)
         states_NF = None
         if plan.states:
@@ -108,8 +110,10 @@ def _read_results(
     left_open = [b for b in range(len(rows)) if blocks.is_open(b, last)]
     fed = [blocks.count[b * blocks.max_rounds + last] for b in range(len(rows))]  # in the last round
     decided = [last + (b not in left_open) for b in range(len(rows))]
-    spent = zip((1, last), call.elapsed, call.scoring, call.drafting)
-    first, others = (Spent(rounds, *(ns / 1e9 for ns in each)) for rounds, *each in spent)
+    first, others = (
+        Spent(rounds, call.elapsed[i] / 1e9, call.scoring[i] / 1e9, call.drafting[i] / 1e9)
+        for i, rounds in enumerate((1, last))
+    )
     return Rounds(
         decisions=blocks.decisions(decided, [row.policy.relaxation for row in plan.rows]),
         texts=[text[: row.length + n].tolist() for text, row, n in zip(texts, rows, fed)],
