@@ -178,7 +178,7 @@ class SingleDraft(StopsByChance):
             sampling = BatchSampling.of([row.params for row in going])
         seeds = [seed_of(row) for row in going]
         alone = self.runner.extend
-        drafted = draft_apart(is_alone, alone, self._draft_in_rounds, spec, going, lengths, sampling, seeds)
+        drafted = draft_apart(is_alone, alone, self._draft_in_rounds, going, spec, lengths, sampling, seeds)
         return drafted_of(len(rows), active, drafted)
 
     def continuation(self, rows: abc.Sequence[Row], worth: float = 0.0) -> Continuation | None:
@@ -201,8 +201,8 @@ class SingleDraft(StopsByChance):
 
     def _draft_in_rounds(
         self,
-        spec: DraftSpec,
         rows: abc.Sequence[Row],
+        spec: DraftSpec,
         max_len: abc.Sequence[int],
         sampling: BatchSampling | None,
         seeds: abc.Sequence[int],

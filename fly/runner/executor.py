@@ -563,11 +563,11 @@ class BlockHead(Head):
 
         return draft_apart(
             list(map(constrains, rows)),
-            lambda spec, some_rows, *columns: draft_chains(
+            lambda some_rows, spec, *columns: draft_chains(
                 self, Marginals(logits_of(some_rows)), spec, some_rows, *columns
             ),
-            lambda spec, some_rows, *columns: draft_at_once(self, logits_of(some_rows), spec, some_rows, *columns),
-            spec, rows, max_len, sampling, seeds,
+            lambda some_rows, spec, *columns: draft_at_once(self, logits_of(some_rows), spec, some_rows, *columns),
+            rows, spec, max_len, sampling, seeds,
         )  # fmt: skip
 
 

@@ -287,8 +287,8 @@ class Runner:
 
     def extend(
         self,
-        spec: DraftSpec,
         rows: abc.Sequence[Row],
+        spec: DraftSpec,
         max_len: abc.Sequence[int],
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
