@@ -241,7 +241,7 @@ def time_rounds(setting: Setting, count: int) -> dict[str, Any]:
         executor_of(random_model(SHAPES[name], torch.bfloat16, setting.device))
         for name in (setting.target, setting.draft)
     )
-    target.compiles = drafter.compiles = False
+    target.compiles_layers = drafter.compiles_layers = False
     head, found = random_head(target.config, setting.device), []
     weights = sum(x.numel() * x.itemsize for name, x in head.head.named_parameters() if "embed" not in name)
     for context in setting.contexts:

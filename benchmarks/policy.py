@@ -119,7 +119,7 @@ def _measure(
         # Use a new target each time, because it caches distributions. Keep all alive, since freeing one takes time.
         targets = [score(batch, draft) for _ in range(repeats + 1)]
         left = iter(targets)
-        return median(lambda: runner.executor.judge(batch, next(left), draft))
+        return median(lambda: runner.executor.decide(batch, next(left), draft))
 
     return Cost(rows, k, vocab, median(partial(score, greedy, draft)), decide(greedy), decide(sampled))
 

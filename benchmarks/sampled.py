@@ -68,10 +68,10 @@ class Recorder(Wrapped):
         self.batch_invariant = inner.batch_invariant
         self.control_V, self.blocks = control_V, list[tuple[int, list[int], Tensor, Tensor]]()
 
-    def decide(
+    def decide_group(
         self, policy: AcceptancePolicy, target: Target, draft: Draft, seeds: Sequence[int], starts: Sequence[int]
     ) -> list[Decision]:
-        decisions = self.inner.decide(policy, target, draft, seeds, starts)
+        decisions = self.inner.decide_group(policy, target, draft, seeds, starts)
         (decision,), (start,) = decisions, starts
         if (n := len(decision.drafted)) and draft.probs_BKV is not None:
             target_JV, draft_JV = target.probs_BKV[0, : n + 1], torch.zeros_like(target.probs_BKV[0, : n + 1])

@@ -371,22 +371,20 @@ class LLM:
             Exception: an error of a policy or a strategy on one of these prompts. Other calls go on.
             Stopped: the engine was closed or has failed. Calls that were waiting raise the failure itself.
         """
-        prompt_list = listed(prompts)
-        requests = self._requests_of(prompt_list, params, options)
+        requests = self._requests_of(prompts, params, options)
         if requests:
             with _shown(requests, progress and self._leads):
                 self.worker.run(Job(requests))
-        return self._answers(prompt_list, requests)
+        return self._answers(requests)
 
     async def agenerate(self, prompts: Prompts, params: Params = None, **options: Unpack[CallOptions]) -> list[Output]:
         """Do what ``generate`` does, for coroutines: any number of them may wait, on any event loop, without threads of
         their own. Cancelling the task ends its requests. Arguments, result and errors are those of ``generate``,
         without ``progress``."""
-        prompt_list = listed(prompts)
-        requests = self._requests_of(prompt_list, params, options)
+        requests = self._requests_of(prompts, params, options)
         if requests:
             await self.worker.arun(Job(requests, loop=asyncio.get_running_loop()))
-        return self._answers(prompt_list, requests)
+        return self._answers(requests)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[CallOptions]) -> Stream:
         """Yield the completion's text as it is decided, in strings that know their tokens (``piece.tokens``).
@@ -480,7 +478,7 @@ class LLM:
         self.close()
 
     def _requests_of(
-        self, prompts: list[Any], params: Params, options: CallOptions, streamed: bool = False
+        self, prompts: Prompts, params: Params, options: CallOptions, streamed: bool = False
     ) -> list[Request]:
         """Make the requests of a call with these options."""
         fields: dict[str, Any] = {**options}
@@ -521,8 +519,9 @@ class LLM:
             raise ValueError(f"priority {priority!r} must be an integer, smaller first")
         if streamed and self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it has no text to stream; use generate with token ids")
-        rule = self.policy if policy is None else policy
-        rules = [as_policy(each) for each in rule] if isinstance(rule, (list, tuple)) else as_policy(rule)
+        rules: AcceptancePolicy | list[AcceptancePolicy] = self.policy
+        if policy is not None:
+            rules = [as_policy(each) for each in policy] if isinstance(policy, (list, tuple)) else as_policy(policy)
         row_settings = zip(
             prompt_list,
             _one_each(self.default_params if params is None else params, len(prompt_list), "params"),
@@ -546,9 +545,10 @@ class LLM:
             # Under a grammar there is no reasoning, unless the prompt has begun it.
             chat = prompt if isinstance(prompt, ChatPrompt) else ChatPrompt(())
             thinking = chat.thinking if row.matcher is None or chat.shown else None
+            plain = prompt if isinstance(prompt, str) else None
             for sample in (row, *others):
                 text = read_along(sample, self.tokenizer, streamed, thinking, chat.shown)
-                requests.append(Request(sample, promise, self.tokenizer, text, streamed, thinking))
+                requests.append(Request(sample, promise, self.tokenizer, text, streamed, thinking, plain))
         return requests
 
     def _row(
@@ -652,19 +652,19 @@ class LLM:
         conversations = messages if _several(messages) else [messages]
         return [self.chat_prompt(conversation, tools=tools, **variables) for conversation in conversations], options
 
-    def _answers(self, prompts: list[Any], requests: list[Request]) -> list[Output]:
+    def _answers(self, requests: list[Request]) -> list[Output]:
         """Return the outputs. If a chat model gave an empty answer to a plain text, warn once, with the likely
         reason."""
         outputs = outputs_of(requests)
         if not self._hinted and self.tokenizer is not None and self.tokenizer.template_sources:
-            for prompt, output in zip(prompts, outputs):
+            firsts = [request for request in requests if request.row.parent is None]
+            for request, output in zip(firsts, outputs):
                 silent = not output.text.strip() and not self.eos_ids.isdisjoint(output.token_ids[-1:])
-                if isinstance(prompt, str) and silent:
+                if request.prompt is not None and silent:
                     self._hinted = True
-                    message = (
-                        f"the answer to {shorten(prompt)} is empty: this model has a chat template, which generate"
-                    )
-                    warnings.warn(f"{message} does not apply; chat does, and chat_prompt for streams", stacklevel=3)
+                    empty = f"the answer to {shorten(request.prompt)} is empty"
+                    reason = "this model has a chat template, which generate does not apply"
+                    warnings.warn(f"{empty}: {reason}; chat does, and chat_prompt for streams", stacklevel=3)
                     break
         return outputs
 

@@ -13,7 +13,8 @@ import pytest
 from fly.drafts import DraftStrategy
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import StopsByChance, pad
-from fly.runner.request import Row, common_prefix
+from fly.ops import common_prefix
+from fly.runner.request import Row
 from fly.types import Draft
 from tests.test_drafts import make_row
 

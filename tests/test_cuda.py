@@ -422,7 +422,7 @@ def test_what_graphs_do_not_take_goes_the_plain_way(caplog: pytest.LogCaptureFix
 
 def test_what_comes_often_is_compiled_inside_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are traced whole (a graph break would be an error), and never for a prompt; texts are the same."""
-    monkeypatch.setattr(CudaExecutor, "often", 3)
+    monkeypatch.setattr(CudaExecutor, "compiles_after", 3)
     torch._dynamo.reset()
     deep, small = (random_llama(seed, **{**SIZES, "layers": 2}) for seed in (3, 4))
     # drafts of one token: then both models are fed two at a time, and share what is compiled
@@ -452,7 +452,8 @@ def test_what_comes_often_is_compiled_inside_of_graphs(monkeypatch: pytest.Monke
         assert gpu.compiled["_between_attentions", True] == gpu.compiled["_before_attention", True]
         assert sum(gpu.compiled.values()) < 60
         slow = engine.runner.executor.deterministic()
-        assert isinstance(slow, TokenByToken) and isinstance(slow.inner, CudaExecutor) and not slow.inner.compiles
+        assert isinstance(slow, TokenByToken) and isinstance(slow.inner, CudaExecutor)
+        assert not slow.inner.compiles_layers
     assert [told(row), told(other)] == [told(want), told(alike)]
 
 
@@ -463,7 +464,7 @@ def test_layers_that_cannot_be_compiled_go_on_as_they_were(
         def __call__(self, *_: Any, **__: Any) -> Any:
             raise RuntimeError("no C compiler is here\nand more of that")
 
-    monkeypatch.setattr(CudaExecutor, "often", 3)
+    monkeypatch.setattr(CudaExecutor, "compiles_after", 3)
     monkeypatch.setattr(cuda_executor, "CompiledLayers", Broken)
     want, row = (row_of([1, 2, 3], max_tokens=100) for _ in range(2))
     decode(engine_of(on_cpu, "near"), [want])
@@ -471,7 +472,7 @@ def test_layers_that_cannot_be_compiled_go_on_as_they_were(
         engine = engine_of(there, "near")
         engine.stretch = 1e-9
         decode(engine, [row])
-        assert not engine.runner.executor.compiles
+        assert not engine.runner.executor.compiles_layers
     assert told(row) == told(want)
     said = [record.getMessage() for record in caplog.records if "layers are not compiled" in record.getMessage()]
     assert len(said) == 2  # of each model

@@ -205,7 +205,7 @@ def test_compiled_layers_give_hidden_states(states: tuple[int, ...]) -> None:
 
 
 def test_what_comes_often_is_compiled_with_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CudaExecutor, "often", 3)
+    monkeypatch.setattr(CudaExecutor, "compiles_after", 3)
     torch._dynamo.reset()
     row, want = (row_of([1, 2, 3], POLICIES[4], 2, max_tokens=40) for _ in range(2))
     decode(engine_by(HEADS["whole"], False), [want])

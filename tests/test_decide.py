@@ -156,7 +156,7 @@ def test_compiled_decisions_are_those_of_the_tensor_rule(
     policy = parse_policy(rule).bind(toy_vocabulary(target.logits_BKV.shape[-1]))
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("fly.backends.cpu.host.default_number", lambda: variant_number(variant))
-        wanted = Plain().decide(policy, target, draft, seeds, starts)
+        wanted = Plain().decide_group(policy, target, draft, seeds, starts)
         budgets = () if policy.relaxation is None else policy.relaxation.budgets
         wanted = [add_costs(budgets, target, draft, b, decision) for b, decision in enumerate(wanted)]
         found = decide_compiled(policy, target, draft, seeds, starts)
@@ -291,7 +291,7 @@ def test_sizes_that_users_reach(temperature: float) -> None:
     assert temperature or {len(one.path) for one in found} == {19}  # the fourth mismatch
     few = [0, rows - 1]
     index_B = torch.tensor(few)
-    wanted = Plain().decide(policy, target.rows(index_B, few), draft.rows(index_B, few), few, [40, 40])
+    wanted = Plain().decide_group(policy, target.rows(index_B, few), draft.rows(index_B, few), few, [40, 40])
     assert [told(found[b]) for b in few] == [told(one) for one in wanted]
 
 

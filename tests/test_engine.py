@@ -19,6 +19,7 @@ from fly.backends.torch import TorchExecutor
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.base import pad
 from fly.models import Llama, LlamaConfig
+from fly.ops import common_prefix
 from fly.policies import (
     AcceptancePolicy,
     AdditiveSlack,
@@ -32,7 +33,7 @@ from fly.policies import (
 )
 from fly.policies.verification import decide
 from fly.runner.executor import Batch, Executor, Scores
-from fly.runner.request import Gate, Row, common_prefix
+from fly.runner.request import Gate, Row
 from fly.runner.sampling import BatchSampling
 from fly.types import Draft, Noise, Target
 from tests.toy_engine import (
@@ -436,7 +437,7 @@ def test_sampled_completions_follow_the_targets_distribution() -> None:
 
 def test_a_rule_that_tosses_coins_tosses_them_at_temperature_0_too() -> None:
     """And the same ones alone as beside a row that samples."""
-    judge = TorchExecutor(TARGET).judge
+    judge = TorchExecutor(TARGET).decide
     logits_BJV = torch.zeros(1, 2, 5)
     logits_BJV[..., 3] = 9.0
     stood = 0

@@ -313,8 +313,8 @@ def test_a_rule_that_only_python_knows_leaves_other_rows_to_compiled_code(
     monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
     judged: list[int] = []
-    judge = TARGET.judge
-    monkeypatch.setattr(TARGET, "judge", lambda rows, *rest: judged.append(len(rows)) or judge(rows, *rest))
+    judge = TARGET.decide
+    monkeypatch.setattr(TARGET, "decide", lambda rows, *rest: judged.append(len(rows)) or judge(rows, *rest))
     calls = calls_of(monkeypatch)
     params = SamplingParams(temperature=temperature, max_tokens=30, seed=1, ignore_eos=True)
     prompts = [[1, 2, first] for first in range(6)]

@@ -114,21 +114,21 @@ def _sampling_given(context: typer.Context) -> dict[str, Any]:
     return options | {"structured": None if set(forms.values()) == {None} else StructuredOutput(**forms)}
 
 
-def _text_of(name: str, given: str | None, pattern: str, what: str) -> str | None:
+def _text_of(name: str, argument: str | None, pattern: str, what: str) -> str | None:
     """Read an option: a text, which matches ``pattern``, or the name of a file, which may begin with ``@``."""
-    if given is None or re.search(pattern, given):
-        return given
+    if argument is None or re.search(pattern, argument):
+        return argument
     try:
-        return Path(given.removeprefix("@")).read_text(encoding="utf-8")
+        return Path(argument.removeprefix("@")).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ValueError(f"{name} {given!r} is no {what}, and no file: {reason}") from None
+        raise ValueError(f"{name} {argument!r} is no {what}, and no file: {reason}") from None
 
 
-def _biases(given: list[str]) -> dict[int, float]:
+def _biases(entries: list[str]) -> dict[int, float]:
     """Read ``--logit-bias``: the bias by token id."""
     biases: dict[int, float] = {}
-    for text in given:
+    for text in entries:
         token, _, bias = text.partition("=")
         try:
             number, value = int(token), float(bias)

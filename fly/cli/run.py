@@ -149,14 +149,14 @@ def options_of(context: typer.Context, fields: Collection[str]) -> dict[str, Any
     return {name: None if value == () else value for name, value in context.params.items() if name in fields}
 
 
-def sampling_of(given: Mapping[str, Any], default: SamplingParams) -> SamplingParams:
+def sampling_of(options: Mapping[str, Any], default: SamplingParams) -> SamplingParams:
     """Return ``default`` with the options that are not None. Raises ``ValidationError``."""
-    return default.changed({name: value for name, value in given.items() if value is not None})
+    return default.changed({name: value for name, value in options.items() if value is not None})
 
 
-def rules_of(given: list[str] | None) -> list[AcceptancePolicy]:
+def rules_of(patterns: list[str] | None) -> list[AcceptancePolicy]:
     """Return the rules of a comparison: exact speculation, then the rules of the command line, each once."""
-    texts = [text for pattern in given or () for text in grid(pattern)]
+    texts = [text for pattern in patterns or () for text in grid(pattern)]
     return list(dict.fromkeys([Exact(), *(parse_policy(text, trusted=True) for text in texts)]))
 
 

@@ -164,7 +164,7 @@ def _die_at_once() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0 if hard_limit == 0 else 1, hard_limit))
 
 
-def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
+def _keys(option_keys: list[str] | None, file: Path | None) -> tuple[str, ...]:
     """Return the keys of the command line, or else the key of the environment. Raises ``ValueError`` for a bad key, in
     the file too, so that a server that should have keys never runs without; ``OSError`` if there is no such file."""
     from fly.serve.clients import read_keys
@@ -172,7 +172,7 @@ def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
     if file is not None:
         read_keys(file)
     variable = os.environ.get("FLY_API_KEY")
-    source, keys = "--api-key", tuple(given or ())
+    source, keys = "--api-key", tuple(option_keys or ())
     if not keys and variable is not None:
         source, keys = "the environment variable FLY_API_KEY", (variable,)
     for key in keys:

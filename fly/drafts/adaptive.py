@@ -24,8 +24,9 @@ from fly.drafts.base import (
 )
 from fly.drafts.measures import Costs, Rates
 from fly.drafts.suffix import SuffixDraft
+from fly.ops import common_prefix
 from fly.runner.executor import Spent
-from fly.runner.request import Row, common_prefix
+from fly.runner.request import Row
 from fly.types import Draft, Target
 
 __all__ = ["AdaptiveDraft"]

@@ -137,18 +137,18 @@ class LookupDraft(Wrapper):
         if not any(long):
             return draft
         looked = lookup.propose(rows, long).chains
-        least = [len(own.tokens) if row.greedy else _AGREE + 1 for row, own in zip(rows, drafted)]
+        least = [len(row_draft.tokens) if row.greedy else _AGREE + 1 for row, row_draft in zip(rows, drafted)]
         pieces = [_followed(*each) for each in zip(drafted, looked, least)]
         return draft if all(piece is row_draft for piece, row_draft in zip(pieces, drafted)) else join_rows(pieces)
 
 
-def _followed(own: RowDraft, looked: list[int], least: int) -> RowDraft:
+def _followed(row_draft: RowDraft, looked: list[int], least: int) -> RowDraft:
     """Return the head's draft. If the lookup begins like it and has at least ``least`` tokens, the draft goes on with
     the lookup's."""
-    if len(looked) < least or common_prefix(own.tokens, looked) < _AGREE:
-        return own
-    if own.probs_NV is None:
+    if len(looked) < least or common_prefix(row_draft.tokens, looked) < _AGREE:
+        return row_draft
+    if row_draft.probs_NV is None:
         return RowDraft(looked)
-    certain_NV = torch.nn.functional.one_hot(torch.tensor(looked[_AGREE:]), own.probs_NV.shape[-1])
-    probs_NV = torch.cat([own.probs_NV[:_AGREE], certain_NV.to(own.probs_NV)])
+    certain_NV = torch.nn.functional.one_hot(torch.tensor(looked[_AGREE:]), row_draft.probs_NV.shape[-1])
+    probs_NV = torch.cat([row_draft.probs_NV[:_AGREE], certain_NV.to(row_draft.probs_NV)])
     return RowDraft(looked, None, probs_NV)

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from fly.cache import BlockAllocator, OutOfBlocks, PagedBatch, PagedKVCache
+from fly.ops import common_prefix
 from fly.runner.drafting import Batch, Drafted, DraftSpec
 from fly.runner.executor import Executor, Head, HeadInput
-from fly.runner.request import Row, common_prefix
+from fly.runner.request import Row
 from fly.runner.runner import Runner
 from fly.runner.sampling import BatchSampling
 

@@ -30,11 +30,11 @@ from fly.drafts.base import (
 from fly.drafts.limits import check_rule
 from fly.drafts.ngram import NGramDraft
 from fly.drafts.stops import check_limits, reach_of
-from fly.ops import derive, nothing_left, sent
+from fly.ops import common_prefix, derive, nothing_left, sent
 from fly.policies import AcceptancePolicy, Exact
 from fly.runner.drafting import Certainty, Drafted, draft_apart, draw_tokens, pad_rows
 from fly.runner.executor import DraftSpec, Executor
-from fly.runner.request import Row, common_prefix
+from fly.runner.request import Row
 from fly.runner.runner import Runner
 from fly.runner.sampling import BatchSampling
 from fly.types import Draft, Guarantee, Target
@@ -155,12 +155,17 @@ class SingleDraft(StopsByChance):
 
     def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int], worth: float = 0.0) -> Draft:
         k = sys.maxsize if self.k is None else self.k
-        most = [max(0, min(n, k, self.runner.context - len(row.tokens))) for row, n in zip(rows, max_len)]
-        active = [b for b, n in enumerate(most) if n]
+        active = list[int]()
+        going = list[Row]()
+        lengths = list[int]()
+        for b, (row, n) in enumerate(zip(rows, max_len)):
+            most = min(n, k, self.runner.context - len(row.tokens))
+            if most > 0:
+                active.append(b)
+                going.append(row)
+                lengths.append(most)
         if not active:
             return Draft.empty(len(rows), self.runner.executor.device)
-        going = [rows[b] for b in active]
-        lengths = [most[b] for b in active]
         greedy = all(row.greedy for row in going)
         if not greedy and not self._lossless:
             raise ValueError(f"a draft level verified by {self.policy} has no known distribution above temperature 0")
@@ -172,7 +177,8 @@ class SingleDraft(StopsByChance):
         if not greedy and spec.tree is None:
             sampling = BatchSampling.of([row.params for row in going])
         seeds = [seed_of(row) for row in going]
-        drafted = draft_apart(is_alone, self._draft_alone, self._draft_in_rounds, spec, going, lengths, sampling, seeds)
+        alone = self.runner.extend
+        drafted = draft_apart(is_alone, alone, self._draft_in_rounds, going, spec, lengths, sampling, seeds)
         return drafted_of(len(rows), active, drafted)
 
     def continuation(self, rows: abc.Sequence[Row], worth: float = 0.0) -> Continuation | None:
@@ -193,23 +199,10 @@ class SingleDraft(StopsByChance):
         if self.draft is not None:
             self.draft.release(row)
 
-    def _draft_alone(
-        self,
-        numbers: list[int],
-        spec: DraftSpec,
-        rows: abc.Sequence[Row],
-        max_len: abc.Sequence[int],
-        sampling: BatchSampling | None,
-        seeds: abc.Sequence[int],
-    ) -> Drafted:
-        """Draft with the model alone, in one call of the executor."""
-        return self.runner.extend(rows, spec, max_len, sampling, seeds)
-
     def _draft_in_rounds(
         self,
-        numbers: list[int],
-        spec: DraftSpec,
         rows: abc.Sequence[Row],
+        spec: DraftSpec,
         max_len: abc.Sequence[int],
         sampling: BatchSampling | None,
         seeds: abc.Sequence[int],
@@ -259,8 +252,9 @@ class SingleDraft(StopsByChance):
             active = goes_on
         # Return the chains. If their tokens were drawn, add the distributions.
         chains = [each.row.tokens[len(row.tokens) :] for each, row in zip(growing, rows)]
-        probs_BKV = pad_rows([each.probs for each in growing])
-        return Drafted(chains, probs_BKV, pad_rows([each.logits for each in growing]))
+        probs_BKV = None if sampling is None else pad_rows([each.probs for each in growing])
+        logits_BKV = pad_rows([each.logits for each in growing]) if spec.with_logits else None
+        return Drafted(chains, probs_BKV, logits_BKV)
 
     def _decide(self, rows: list[Row], target: Target, below: Draft) -> list[tuple[list[int], list[int]]]:
         """Return, for each row, the drafted tokens that this level keeps and its own next token, and their places.
@@ -276,7 +270,7 @@ class SingleDraft(StopsByChance):
                 end = common_prefix(chain, tokens) + 1
                 new.append((tokens[:end], list(range(end))))
             return new
-        decisions = self.runner.judge(rows, target, below, self.draft)
+        decisions = self.runner.decide(rows, target, below, self.draft)
         return [
             (
                 [*(decision.drafted[node] for node in decision.path), decision.next_token],

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from fly.drafts.base import DraftSetup, DraftStrategy, pad, until_end
-from fly.runner.request import Row, common_prefix
+from fly.ops import common_prefix
+from fly.runner.request import Row
 from fly.types import Draft
 
 __all__ = ["SuffixDraft"]

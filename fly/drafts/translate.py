@@ -23,9 +23,9 @@ from fly.drafts.base import DraftStrategy, StopsByChance, pad, until_end
 from fly.drafts.model import SingleDraft
 from fly.models.lengths import byte_level
 from fly.models.tokenizer import Tokenizer
-from fly.ops import derive, first_branch
+from fly.ops import common_prefix, derive, first_branch
 from fly.runner.executor import Batch, Executor, Scores, Wrapped
-from fly.runner.request import Row, common_prefix
+from fly.runner.request import Row
 from fly.types import Draft, SamplingParams, Target
 
 __all__ = ["Restricted", "TranslatedDraft", "Vocabularies"]
@@ -296,10 +296,10 @@ class TranslatedDraft(StopsByChance):
         self._contexts.pop(row.id, None)
         self.draft.release(row)
 
-    def _commit(self, own: abc.Sequence[Row]) -> None:
+    def _commit(self, translated: abc.Sequence[Row]) -> None:
         """Let the draft commit these rows, which are in its own ids."""
-        self.draft.commit([translated_row for translated_row in own if translated_row.tokens])
-        for translated_row in own:
+        self.draft.commit([translated_row for translated_row in translated if translated_row.tokens])
+        for translated_row in translated:
             if not translated_row.tokens:  # no token of this row has a draft id
                 self.draft.release(translated_row)
 
@@ -324,15 +324,15 @@ class TranslatedDraft(StopsByChance):
             id=row.id,
         )
 
-    def _may_draft(self, row: Row, own: Row) -> bool:
+    def _may_draft(self, row: Row, translated: Row) -> bool:
         """Whether the draft model has a text to continue, and a token that may continue it."""
         if self.mode == "text":
-            return bool(own.tokens) and self.vocabularies.is_complete(self._contexts[row.id].last_segment())
-        only_ends = row.generated < row.params.min_tokens and self.vocabularies.to_target.keys() <= own.stop_ids
-        return bool(own.tokens) and not only_ends
+            return bool(translated.tokens) and self.vocabularies.is_complete(self._contexts[row.id].last_segment())
+        only_ends = row.generated < row.params.min_tokens and self.vocabularies.to_target.keys() <= translated.stop_ids
+        return bool(translated.tokens) and not only_ends
 
     def _retokenise(
-        self, rows: abc.Sequence[Row], own: abc.Sequence[Row], draft: Draft, max_len: abc.Sequence[int]
+        self, rows: abc.Sequence[Row], translated: abc.Sequence[Row], draft: Draft, max_len: abc.Sequence[int]
     ) -> Draft:
         """Encode the drafted text for the target, up to the first special token. Include that token if it is shared."""
         vocabularies, to_target = self.vocabularies, self.vocabularies.to_target
@@ -341,7 +341,7 @@ class TranslatedDraft(StopsByChance):
             if draft.trees is not None:
                 ids = [ids[node] for node in first_branch(draft.trees[b])]
             at = next((j for j, i in enumerate(ids) if i not in vocabularies.draft.plain), len(ids))
-            text = vocabularies.draft.text_after(own[b].tokens, ids[:at])
+            text = vocabularies.draft.text_after(translated[b].tokens, ids[:at])
             window = vocabularies.window(self._contexts[row.id].last_segment())
             new = vocabularies.target.continued(window, text) if text else []
             new = [*new, *(to_target[i] for i in ids[at : at + 1] if i in to_target)][: max_len[b]]

@@ -47,7 +47,8 @@ class News:
 @dataclass(eq=False)
 class Request:
     """A row with its text, and what its policy promises. If the request is ``streamed`` or has a stop string, ``text``
-    decodes tokens as they come. ``thinking`` describes the reasoning that may begin the text."""
+    decodes tokens as they come. ``thinking`` describes the reasoning that may begin the text. ``prompt`` is the plain
+    text that it continues; None if the prompt was given as token ids."""
 
     row: Row
     promise: Promise
@@ -55,6 +56,7 @@ class Request:
     text: TextStream | None = None
     streamed: bool = False
     thinking: Thinking | None = None
+    prompt: str | None = None
     _texts: list[str] = field(default_factory=list)
     _logprobs: int = 0  # number of tokens whose log-probabilities were reported
 
@@ -93,7 +95,9 @@ class Request:
             begin = partial(TextStream, self.tokenizer)
         else:
             text = ""
-        reasoning, text = Splitter.split(self.thinking, text)
+        reasoning = ""
+        if self.thinking is not None:
+            reasoning, text = Splitter.split(self.thinking, text)
         unscored = [None] * (row.prompt_length - len(row.prompt_logprobs))
         return Output(
             prompt_token_ids=row.tokens[: row.prompt_length],

@@ -346,13 +346,17 @@ class Scheduler:
             else:
                 step.rows.append(row)
                 remaining -= 1 + self._max_drafted(row)
+        if not filling:
+            return step
         # Divide the remaining tokens of the step among the prompts, and the tokens to score among the scored prompts.
         remaining = max(remaining, _MIN_CHUNK, self.step_tokens // _MIN_PART)
         cached = self.engine.runner.cached
+        unfed_of = {}
         unscored_of = {}
         for name, prompts in filling.items():
+            unfed_of[name] = sum(prompts.values())
             unscored_of[name] = sum(len(row.scored(cached(row), unfed)) for row, unfed in prompts.items())
-        shares = _divide(remaining, {name: sum(prompts.values()) for name, prompts in filling.items()})
+        shares = _divide(remaining, unfed_of)
         scores = _divide(self._max_scored, unscored_of)
         for name, prompts in filling.items():
             for row, fed in _divide(shares[name], prompts).items():

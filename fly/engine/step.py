@@ -106,7 +106,7 @@ class Engine:
         # Verify: one forward of the target over the last tokens and the drafts scores K + 1 places of each row.
         target, raw_BJV = self.runner.score(rows, draft, prefill, _score_prompt)
         # Decide: each row's rule keeps a path of its draft, and one token of the target follows.
-        decisions = self.runner.judge(rows, target, draft, self.strategy)
+        decisions = self.runner.decide(rows, target, draft, self.strategy)
         for row, decision in zip(rows, decisions):
             if row.matcher is not None:
                 row.matcher.check(decision.end)  # raises if the form allows nothing there
@@ -173,7 +173,7 @@ class Engine:
         blocks = blocks if len(going) == len(blocks.rows) else blocks.only(going)
         open_rows = [rows[b] for b in blocks.rows]
         target = self.runner.view(open_rows, blocks.logits_BJV, blocks.choices)
-        for row, decision in zip(open_rows, self.runner.judge(open_rows, target, blocks.draft, self.strategy)):
+        for row, decision in zip(open_rows, self.runner.decide(open_rows, target, blocks.draft, self.strategy)):
             apply(row, [decision], self.left(row))
 
     def left(self, row: Row) -> int:

@@ -153,6 +153,6 @@ def _after(tries: int) -> str:
     return f" (after {tries} tries)" if tries > 1 else ""
 
 
-def _seconds(asked: str | None, usual: float) -> float:
+def _seconds(retry_after: str | None, usual: float) -> float:
     """Return how long to wait: as long as the server asked, if it named seconds."""
-    return min(float(asked) if asked is not None and asked.isdecimal() else usual, _LONGEST_WAIT)
+    return min(float(retry_after) if retry_after is not None and retry_after.isdecimal() else usual, _LONGEST_WAIT)

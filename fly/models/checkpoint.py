@@ -126,15 +126,15 @@ class Checkpoint(ABC):
         return sum(stored.nbytes for stored in self.tensors.values())
 
 
-def check_tensors(source: Path, found: Shapes, expected: Shapes, optional: Shapes = MappingProxyType({})) -> None:
+def check_tensors(source: Path, present: Shapes, expected: Shapes, optional: Shapes = MappingProxyType({})) -> None:
     """Raise ``CheckpointError`` unless a checkpoint has all ``expected`` tensors, with the right shapes, and no others
     except ``optional`` ones."""
-    if missing := sorted(expected.keys() - found.keys()):
+    if missing := sorted(expected.keys() - present.keys()):
         raise CheckpointError(f"{source}: tensors are missing: {join_names(missing)}")
     allowed = {**optional, **expected}
-    if surplus := sorted(found.keys() - allowed.keys()):
+    if surplus := sorted(present.keys() - allowed.keys()):
         raise CheckpointError(f"{source}: unexpected tensors for this configuration: {join_names(surplus)}")
-    for key, shape in found.items():
+    for key, shape in present.items():
         if shape != allowed[key]:
             raise CheckpointError(
                 f"{source}: {key} has shape {list(shape)}, the configuration asks {list(allowed[key])}"

@@ -93,10 +93,10 @@ def sampling_defaults(
     return params, _unmet(requested)
 
 
-def _unmet(asked: dict[str, Any]) -> list[str]:
+def _unmet(options: dict[str, Any]) -> list[str]:
     """Describe the remaining settings that have an effect in transformers, but none here."""
     words: dict[str, list[str]] = {}
-    for name, value in asked.items():
+    for name, value in options.items():
         if value and value != _NEUTRAL.get(name):
             words.setdefault(_WHY.get(name, "not supported, and ignored"), []).append(f"{name} {value!r}")
     return [f"{', '.join(settings)} {why}" for why, settings in words.items()]

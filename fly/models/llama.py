@@ -345,6 +345,7 @@ class Llama(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, config, 1 / config.logits_scaling)
+        self.scales_embedding = config.traits.scaled_embedding or config.embedding_multiplier != 1
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
@@ -375,8 +376,8 @@ class Llama(nn.Module):
         """
         rotary = [(cos[positions_T], sin[positions_T]) for cos, sin in self.rotary()]
         x_TC = self.embed_tokens(tokens_T)
-        if (scale := embedding_scale(self.config, self.dtype)) != 1:
-            x_TC = x_TC * scale
+        if self.scales_embedding:
+            x_TC = x_TC * embedding_scale(self.config, self.dtype)
         layers: Any = self.layers
         return through(layers, self.norm, x_TC, rotary, kv)
 

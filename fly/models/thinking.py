@@ -127,10 +127,8 @@ class Splitter:
             yield "text", settled
 
     @staticmethod
-    def split(thinking: Thinking | None, answer: str) -> tuple[str, str]:
+    def split(thinking: Thinking, answer: str) -> tuple[str, str]:
         """Return the thinking and the text of a whole answer."""
-        if thinking is None:
-            return "", answer
         pieces = Splitter(thinking).finish(answer)
         reasoning, text = ("".join(piece for kind, piece in pieces if kind == k) for k in ("reasoning", "text"))
         return reasoning, text

@@ -173,6 +173,11 @@ class AcceptancePolicy(Bindable, ABC):
         and False on padding."""
         return torch.zeros_like(agree_BK)
 
+    @property
+    def excuses(self) -> bool:
+        """Whether it may excuse a mismatch: it has a ``relaxation``, or a ``relax`` of its own."""
+        return self.relaxation is not None or type(self).relax is not AcceptancePolicy.relax
+
     def excused(self, block: Block) -> Tensor:
         """Return which mismatches ``relaxation`` excuses, or ``relax`` if there is none, bool [B, K]. A banned token is
         never excused."""
@@ -217,9 +222,9 @@ class AcceptancePolicy(Bindable, ABC):
         # Flip the coins: token j is kept if its coin is below its chance (Leviathan et al. 2023, alg. 1).
         chance_BK = self.chances(target, draft)
         kept_BK = (noise.accept_BK < chance_BK) & mask_BK
-        # Excuse mismatches.
+        # Excuse mismatches, if the policy excuses any.
         block = Block(target, draft, kept_BK)
-        stands_BK = kept_BK | (self.excused(block) & mask_BK)
+        stands_BK = kept_BK | (self.excused(block) & mask_BK) if self.excuses else kept_BK
         # A kept token counts as relaxed if the exact rule rejects it with the same coin.
         exact_BK = kept_BK
         if self.core.guarantee is not Guarantee.LOSSLESS:

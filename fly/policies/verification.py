@@ -34,21 +34,23 @@ def decide(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
     following = verdict.next_token_B.tolist()
     clauses = {label: held_BK.tolist() for label, held_BK in verdict.clauses.items()}
     chains = draft.chains
-    parents = [list(range(-1, len(chain) - 1)) for chain in chains] if draft.trees is None else draft.trees
+    trees = draft.trees
     # Compute what relaxed tokens cost. This reads the target's log-probabilities, so do it for all rows at once.
     relaxed = [(b, node) for b, why in enumerate(why_BK) for node, code in enumerate(why) if code == Why.RELAXED]
-    places = [(b, parents[b][node] + 1, chains[b][node]) for b, node in relaxed]
-    nats = dict(zip(relaxed, target.nats_of(places))) if relaxed else {}
+    nats: dict[tuple[int, int], float] = {}
+    if relaxed:
+        places = [(b, node if trees is None else trees[b][node] + 1, chains[b][node]) for b, node in relaxed]
+        nats = dict(zip(relaxed, target.nats_of(places)))
     decisions = []
     for b, (chain, path) in enumerate(zip(chains, verdict.paths())):
         # Report the mismatches that the decision depends on.
         mismatches = []
-        for node in range(len(chain)):
+        for node in range(len(chain) if nats or clauses else 0):
             stands = (b, node) in nats
             if stands or (clauses and asked_BK[b][node]):
                 outcomes = {label: rows[b][node] for label, rows in clauses.items()}
                 mismatches.append(Mismatch(node, stands, outcomes, nats.get((b, node), 0.0)))
-        bonus = (path[-1] if path else -1) not in parents[b]
+        bonus = len(path) == len(chain) if trees is None else (path[-1] if path else -1) not in trees[b]
         decisions.append(Decision(chain, path, following[b], bonus, target.choices[b], mismatches))
     return decisions
 
@@ -265,8 +267,7 @@ def _excuse(
     policy: AcceptancePolicy, target: Target, draft: Draft, trees: list[list[int]], kept_BK: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return which tokens are excused along at least one path through them, bool [B, K], and where each clause held."""
-    excuses = policy.relaxation is not None or type(policy).relax is not AcceptancePolicy.relax
-    paths = [(b, path) for b, tree in enumerate(trees) for path in leaf_paths(tree)] if excuses else []
+    paths = [(b, path) for b, tree in enumerate(trees) for path in leaf_paths(tree)] if policy.excuses else []
     if not paths:
         return torch.zeros_like(kept_BK), {}
     # Treat each path from the row to a leaf as a chain. A token agrees if the policy keeps it.

@@ -1,8 +1,8 @@
 """The seam between the engine and a backend: what a loaded model does on one kind of device. Depends on no backend.
 
 An executor must implement ``score``, which runs one forward. It may also have its own way to draft (``extend``), to
-decide (``decide``) and to run whole rounds (``rounds``). If the executor ``takes`` the rows, the engine runs several
-rounds in one call of ``rounds``. Otherwise it runs one round by ``extend``, ``score`` and ``judge``.
+decide (``decide_group``) and to run whole rounds (``rounds``). If the executor ``takes`` the rows, the engine runs
+several rounds in one call of ``rounds``. Otherwise it runs one round by ``extend``, ``score`` and ``decide``.
 
 Shape legend: T packed tokens, N places, B rows, J positions of a row, K longest draft, F hidden states side by side, C
 hidden width, U draft vocabulary, V vocabulary.
@@ -157,8 +157,8 @@ class RoundPlan:
 
 @dataclass(frozen=True)
 class OpenBlocks:
-    """Blocks that were drafted and scored in a call, but are left for ``Executor.judge`` to decide: the rule is known
-    to Python alone, or the decision met a NaN."""
+    """Blocks that were drafted and scored in a call, but are left for ``Executor.decide``: the rule is known to
+    Python alone, or the decision met a NaN."""
 
     rows: list[int]  # which rows of the batch
     draft: Draft
@@ -210,8 +210,8 @@ class Executor(ABC):
     batch_invariant = False  # whether a token's logits have the same bits, whatever else is in the batch
     gives_states = False  # whether ``score`` can give hidden states
     keeps_guarantees = True  # whether a rule keeps its guarantee on this model; if not, every rule is heuristic
-    compiles = False  # whether it compiles layers
-    often = 0  # after how many rounds of a shape it does
+    compiles_layers = False  # whether layers may be compiled, for shapes that come often
+    compiles_after = 0  # the number of rounds of a shape after which its layers are compiled
     captures = False  # whether it prepares work of each shape, which a warm-up can do before the first request
 
     @property
@@ -288,7 +288,7 @@ class Executor(ABC):
         themselves do not change; the result has the decisions. If a decision must be made in Python, the rounds end,
         and the block comes back ``open``.
 
-        Returns None, and changes nothing, if this round must be run by ``score`` and ``judge``. The default always
+        Returns None, and changes nothing, if this round must be run by ``score`` and ``decide``. The default always
         returns None.
         """
         return None
@@ -305,7 +305,7 @@ class Executor(ABC):
         """Return the processed distribution of ``logits_BJV`` (temperature, top-k, top-p, min-p)."""
         return sampling.on(logits_BJV)
 
-    def decide(
+    def decide_group(
         self,
         policy: AcceptancePolicy,
         target: Target,
@@ -328,14 +328,14 @@ class Executor(ABC):
         """Return what ``policy`` promises on this model."""
         return Promise.of(policy) if self.keeps_guarantees else Promise(Guarantee.HEURISTIC)
 
-    def judge(self, rows: abc.Sequence[Row], target: Target, draft: Draft) -> list[Decision]:
+    def decide(self, rows: abc.Sequence[Row], target: Target, draft: Draft) -> list[Decision]:
         """Decide every row's block by its own policy; rows of the same policy are decided together."""
         draft = draft.to(target.logits_BKV.device)
         seeds = [row.seed for row in rows]
         starts = [len(row.tokens) for row in rows]
         groups = by_policy(rows)
         if len(groups) == 1:
-            return self.decide(groups[0][0], target, draft, seeds, starts)
+            return self.decide_group(groups[0][0], target, draft, seeds, starts)
         decisions: dict[int, Decision] = {}
         for policy, numbers in groups:
             index_B = self.numbers(numbers)
@@ -343,7 +343,7 @@ class Executor(ABC):
             draft_part = draft.rows(index_B, numbers)
             some_seeds = [seeds[b] for b in numbers]
             some_starts = [starts[b] for b in numbers]
-            decisions |= zip(numbers, self.decide(policy, target_part, draft_part, some_seeds, some_starts))
+            decisions |= zip(numbers, self.decide_group(policy, target_part, draft_part, some_seeds, some_starts))
         return [decisions[b] for b in range(len(rows))]
 
     def embedding(self) -> Tensor:
@@ -554,15 +554,20 @@ class BlockHead(Head):
         if not isinstance(follow, Marginals):
             return draft_chains(self, follow, spec, rows, max_len, sampling, seeds)
         logits_BKV = follow.logits_BKV
+        number_of = {row: b for b, row in enumerate(rows)}
 
-        def places_of(numbers: list[int]) -> Tensor:
-            return logits_BKV if len(numbers) == len(rows) else logits_BKV[self.numbers(numbers)]
+        def logits_of(some_rows: abc.Sequence[Row]) -> Tensor:
+            if len(some_rows) == len(rows):
+                return logits_BKV
+            return logits_BKV[self.numbers([number_of[row] for row in some_rows])]
 
         return draft_apart(
             list(map(constrains, rows)),
-            lambda numbers, *columns: draft_chains(self, Marginals(places_of(numbers)), *columns),
-            lambda numbers, *columns: draft_at_once(self, places_of(numbers), *columns),
-            spec, rows, max_len, sampling, seeds,
+            lambda some_rows, spec, *columns: draft_chains(
+                self, Marginals(logits_of(some_rows)), spec, some_rows, *columns
+            ),
+            lambda some_rows, spec, *columns: draft_at_once(self, logits_of(some_rows), spec, some_rows, *columns),
+            rows, spec, max_len, sampling, seeds,
         )  # fmt: skip
 
 
@@ -597,7 +602,7 @@ class Wrapped(Executor):
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
         return self.inner.process(sampling, logits_BJV)
 
-    def decide(
+    def decide_group(
         self,
         policy: AcceptancePolicy,
         target: Target,
@@ -605,7 +610,7 @@ class Wrapped(Executor):
         seeds: abc.Sequence[int],
         starts: abc.Sequence[int],
     ) -> list[Decision]:
-        return self.inner.decide(policy, target, draft, seeds, starts)
+        return self.inner.decide_group(policy, target, draft, seeds, starts)
 
     def embedding(self) -> Tensor:
         return self.inner.embedding()

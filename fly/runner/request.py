@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from fly.ops import common_prefix
 from fly.policies.base import AcceptancePolicy
 from fly.types import Account, SamplingParams, Why
 
@@ -24,7 +23,6 @@ __all__ = [
     "Stats",
     "Token",
     "by_policy",
-    "common_prefix",
     "most_drafted",
 ]
 

@@ -1,7 +1,7 @@
 """A model with its own paged cache. The runner knows which tokens of each row are cached, feeds the others to the
 executor, and rolls the cache back. It does not depend on draft strategies.
 
-The engine's step calls it in this order: ``score`` (one forward over the last tokens and the drafts), ``judge`` (each
+The engine's step calls it in this order: ``score`` (one forward over the last tokens and the drafts), ``decide`` (each
 row's rule decides), ``commit`` (the cache is rolled back to what was decided). For several rounds in one call it calls
 ``plan`` and ``note_rounds`` instead. Every call either succeeds or leaves the cache as it was.
 
@@ -122,7 +122,7 @@ class Runner:
         tokens. It does not adopt tokens that must be fed again (``Row.shareable``)."""
         if (cached := self._cached.get(row.id)) is None:
             most = min([row.shareable, *(watch.begin(row) for watch in self._watches if row.k)])
-            shared = self.allocator.adopt(row.id, row.tokens[:most], row.params.cache_salt) if self.share else 0
+            shared = self.cache.allocator.adopt(row.id, row.tokens[:most], row.params.cache_salt) if self.share else 0
             cached = self._cached[row.id] = row.tokens[:shared]
         return cached
 
@@ -179,15 +179,15 @@ class Runner:
             choices=choices,
         )
 
-    def judge(self, rows: abc.Sequence[Row], target: Target, draft: Draft, strategy: object) -> list[Decision]:
-        """Decide: let each row's own rule decide on its block (``Executor.judge``).
+    def decide(self, rows: abc.Sequence[Row], target: Target, draft: Draft, strategy: object) -> list[Decision]:
+        """Decide: let each row's own rule decide on its block (``Executor.decide``).
 
         Raises ``ValueError`` if a NaN leaves a row ``UNDECIDED``, or its policy decides what is ``IMPOSSIBLE``. The
         error names its source: the model, the ``strategy`` or the policy.
         """
-        decisions = self.executor.judge(rows, target, draft)
+        decisions = self.executor.decide(rows, target, draft)
         for b, (row, decision) in enumerate(zip(rows, decisions)):
-            if row.policy.budgets:
+            if decision.mismatches and row.policy.budgets:
                 decisions[b] = add_costs(row.policy.budgets, target, draft, b, decision)
             if decision.next_token >= 0:
                 continue
@@ -349,7 +349,8 @@ class Runner:
         spec = DraftSpec() if drafter is None and drafting.runner is not None else drafting.spec
         # Reserve room for as many tokens as the pages allow. This may evict cached prefixes of ended rows, but only
         # once: the pages that these rounds leave unused are free for the next rounds.
-        for ahead in (min(most, 1 + _MAX_EXTRA // len(rows)) for most in _EXTRA_TOKENS):
+        for most in _EXTRA_TOKENS:
+            ahead = min(most, 1 + _MAX_EXTRA // len(rows))
             rooms = [len(row.tokens) + min(more, n + ahead) for row, more, n in zip(rows, left, k)]
             draft_rooms = [min(room, context) for room in rooms]
             if self.fits(rows, rooms) and (drafter is None or drafter.fits(rows, draft_rooms)):

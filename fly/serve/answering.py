@@ -92,12 +92,12 @@ class Answering:
             raise ApiError(500, f"the request failed: {type(error).__name__}: {error}", code="generation_failed")
         return None
 
-    async def write(self, made: Iterator[bytes], entries: int) -> list[bytes]:
-        """Collect the pieces that ``made`` yields for about ``entries`` entries. Many entries are collected in a
+    async def write(self, pieces: Iterator[bytes], entries: int) -> list[bytes]:
+        """Collect the ``pieces`` of about ``entries`` entries. Many entries are collected in a
         thread, in turns with other clients' work. Raises ``ClientLeft``."""
         if entries <= _FEW:
-            return list(made)
-        parts = await self._turns.collect(self._client, made, lambda: self.left)
+            return list(pieces)
+        parts = await self._turns.collect(self._client, pieces, lambda: self.left)
         if self.left:
             raise ClientLeft
         return parts

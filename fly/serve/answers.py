@@ -163,8 +163,8 @@ class Completion:
             self._accepted += stats.accepted
         return choice
 
-    def _add_found(self, choice: Choice, found: list[tuple[Kind, str]]) -> None:
-        for kind, text in found:
+    def _add_found(self, choice: Choice, parts: list[tuple[Kind, str]]) -> None:
+        for kind, text in parts:
             if kind == "reasoning":
                 choice.reasoning += text
             elif choice.reader is None:
@@ -173,27 +173,27 @@ class Completion:
                 self._add_calls(choice, choice.reader.push(text))
 
     @staticmethod
-    def _add_calls(choice: Choice, found: list[str | Call]) -> None:
-        for piece in found:
+    def _add_calls(choice: Choice, pieces: list[str | Call]) -> None:
+        for piece in pieces:
             if isinstance(piece, str):
                 choice.text += piece
             else:
                 choice.calls.append(piece)
 
-    def entries(self, found: Sequence[News]) -> int:
+    def entries(self, all_news: Sequence[News]) -> int:
         """Estimate the number of JSON entries in this news or, without news, in the opening."""
         prompts = 0 if self._prompts is None else sum(map(len, self._prompts))
         per_piece = 1 + (0 if self.top is None else 1 + self.top) + 3 * self.explains
-        scored = sum(len(news.output.prompt_logprobs or ()) for news in found if news.output is not None)
+        scored = sum(len(news.output.prompt_logprobs or ()) for news in all_news if news.output is not None)
         return (
             prompts
-            + per_piece * sum(len(news.pieces) for news in found)
+            + per_piece * sum(len(news.pieces) for news in all_news)
             + (1 + max(self.top or 0, self.prompt_top or 0)) * scored
         )
 
-    def events(self, found: Sequence[News]) -> Iterator[bytes]:
+    def events(self, all_news: Sequence[News]) -> Iterator[bytes]:
         """Write news as server-sent events. The last event carries the statistics of the whole request."""
-        choices = list({news.index: self.add(news) for news in found}.values())
+        choices = list({news.index: self.add(news) for news in all_news}.values())
         for choice in choices:
             while (chunk := self.chunk(choice)) is not None:
                 last = self.ended() and choice is choices[-1] and choice.reason_sent and not self.body.with_usage

@@ -119,14 +119,14 @@ class Rules:
         chosen = (self.k if k is None else k) if (draft or self.draft) != "none" else 0
         return Speculation(rule, chosen, (draft or self.draft) if chosen else "none", self.promise(rule))
 
-    def _read(self, given: str | Mapping[str, Any]) -> AcceptancePolicy:
-        if isinstance(given, str) and (known_policy := self._by_text.get(_squeeze(given))) is not None:
+    def _read(self, source: str | Mapping[str, Any]) -> AcceptancePolicy:
+        if isinstance(source, str) and (known_policy := self._by_text.get(_squeeze(source))) is not None:
             return self._check_promise(known_policy)
-        size = len(given if isinstance(given, str) else json.dumps(given))
+        size = len(source if isinstance(source, str) else json.dumps(source))
         if size > _LONGEST:
             raise ValueError(f"policy: {size} characters; at most {_LONGEST} are read")
         try:
-            rule, rule_names = read_policy(given)
+            rule, rule_names = read_policy(source)
         except (RecursionError, MemoryError, TypeError, OverflowError) as error:
             raise ValueError(f"policy: cannot be read: {error}") from None
         except ValueError as error:

@@ -62,15 +62,15 @@ class Turns:
                 queue.remove(entry)
             self._forget(client)
 
-    async def collect(self, client: str, made: Iterator[bytes], left: Callable[[], bool]) -> list[bytes]:
-        """Collect what ``made`` yields, for one slice of time per turn. Stop early once ``left()`` is true."""
+    async def collect(self, client: str, pieces: Iterator[bytes], left: Callable[[], bool]) -> list[bytes]:
+        """Collect what ``pieces`` yields, for one slice of time per turn. Stop early once ``left()`` is true."""
         parts: list[bytes] = []
 
         def collect_slice() -> bool:
             end = time.perf_counter() + _SLICE
             batch = []
             goes_on = False
-            for part in made:
+            for part in pieces:
                 batch.append(part)
                 if goes_on := time.perf_counter() > end:
                     break

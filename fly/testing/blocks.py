@@ -314,9 +314,9 @@ def make_cases(count: int = 12) -> list[Case]:
     ]
 
 
-def require_same(case: Case, how: str, expected: list[Outcome], other: str, found: list[Outcome]) -> None:
+def require_same(case: Case, how: str, expected: list[Outcome], other: str, outcomes: list[Outcome]) -> None:
     """Raise ``ConformanceError`` for the first row whose outcome differs from the expected one."""
-    for b, (one, two) in enumerate(zip(expected, found)):
+    for b, (one, two) in enumerate(zip(expected, outcomes)):
         require(one == two, f"row {b} {how} gives (accepted, next, why) {one}, {other} {two}: {case.show(b)}")
 
 

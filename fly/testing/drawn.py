@@ -125,10 +125,10 @@ def _drawn_at(proposals: abc.Sequence[Proposal], j: int) -> _Drawn | None:
     return _Drawn(tokens_N, probs_NV / probs_NV.sum(-1, keepdim=True), torch.tensor(numbers))
 
 
-def _likely(found: float, what: str, rest: str) -> float:
-    """Return the p-value ``found``. Raises ``ConformanceError`` if it is too small to be an accident."""
-    require(found >= _CHANCE, f"{what} (chance {found:.0e}){rest}")
-    return found
+def _likely(p: float, what: str, rest: str) -> float:
+    """Return the p-value. Raises ``ConformanceError`` if it is too small to be an accident."""
+    require(p >= _CHANCE, f"{what} (chance {p:.0e}){rest}")
+    return p
 
 
 def _least(chances: list[float], of: str = "", none: str = "nothing is drawn") -> str:

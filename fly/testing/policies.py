@@ -423,7 +423,7 @@ def check_cost(policy: AcceptancePolicy) -> str:
         def decide(kind: str) -> None:
             probs = None if kind == "greedy" else executor.process(nucleus, logits)  # noqa: B023
             target = Target(logits, probs, history=[[0]], choices=choices)  # noqa: B023
-            executor.decide(rule, target, draft, [0], [1])  # noqa: B023
+            executor.decide_group(rule, target, draft, [0], [1])  # noqa: B023
 
         costs = []
         for kind in ("greedy", "sampled"):

@@ -177,10 +177,10 @@ class DraftKit:
         """Let a fresh strategy propose."""
         return self.stage().propose(rows, max_len)
 
-    def compare_to_fresh(self, found: list[Proposal], how: str) -> None:
+    def compare_to_fresh(self, proposals: list[Proposal], how: str) -> None:
         """Raise ``ConformanceError`` if a proposal differs from a fresh strategy's, unless the strategy learns."""
         if not self.learns:
-            compare(found, self.fresh([p.row for p in found], [p.most for p in found]), how)
+            compare(proposals, self.fresh([p.row for p in proposals], [p.most for p in proposals]), how)
 
     def row(self, tokens: list[int], params: SamplingParams | float = 0.0, seed: int = 0) -> Row:
         """Make a request that has emitted all ``tokens`` but the first. ``params`` may be just a temperature."""
@@ -268,9 +268,9 @@ def reachable(start: object) -> Iterator[tuple[str, object]]:
             pending += [(f"{path}.{name}", part) for name, part in getattr(value, "__dict__", {}).items()]
 
 
-def compare(found: abc.Iterable[Proposal], expected: abc.Iterable[Proposal], how: str) -> None:
+def compare(proposals: abc.Iterable[Proposal], expected: abc.Iterable[Proposal], how: str) -> None:
     """Raise ``ConformanceError`` for the first proposal that differs from the expected one; ``how`` names the case."""
-    for one, other in zip(found, expected):
+    for one, other in zip(proposals, expected):
         drafted = "the same tokens by other distributions" if one.tokens == other.tokens else one.tokens
         require(_same(one, other), f"{how} drafts {drafted}, not {other.tokens}, for {one.asked}")
 

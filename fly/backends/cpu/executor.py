@@ -1,7 +1,7 @@
 """The executor on compiled kernels. One call runs a forward, a draft or several rounds; compiled code decides as well.
 
 The engine asks ``takes`` and ``joins``, and then calls ``rounds`` (rounds.py, src/rounds.cpp). For rows that ``takes``
-refuses, it calls ``extend``, ``score`` and ``decide`` (host.py) one after another.
+refuses, it calls ``extend``, ``score`` and ``decide_group`` (host.py) one after another.
 
 Shape legend: T packed tokens, N places, F hidden states side by side, U tokens of a trimmed head, V vocabulary.
 """
@@ -104,7 +104,7 @@ class CpuExecutor(Executor):
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
         return HostDistribution(sampling, logits_BJV)
 
-    def decide(
+    def decide_group(
         self,
         policy: AcceptancePolicy,
         target: Target,
@@ -114,7 +114,7 @@ class CpuExecutor(Executor):
     ) -> list[Decision]:
         """Decide by compiled code; by tensors if only Python knows the rule."""
         decisions = decide_compiled(policy, target, draft, seeds, starts)
-        return super().decide(policy, target, draft, seeds, starts) if decisions is None else decisions
+        return super().decide_group(policy, target, draft, seeds, starts) if decisions is None else decisions
 
     def looks_up(self, rows: abc.Sequence[Row]) -> bool:
         return not any(map(constrains, rows))

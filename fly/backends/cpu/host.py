@@ -1,7 +1,8 @@
 """Decisions by compiled code (src/decide.cpp): prepare its arguments, call it, and read its results.
 
-``CpuExecutor.decide`` calls ``decide_compiled`` for blocks whose logits Python holds: those after a prompt, and those
-of rows that ``CpuExecutor.takes`` refuses. rounds.py uses the same rules and blocks for several rounds in one call.
+``CpuExecutor.decide_group`` calls ``decide_compiled`` for blocks whose logits Python holds: those after a prompt, and
+those of rows that ``CpuExecutor.takes`` refuses. rounds.py uses the same rules and blocks for several rounds in one
+call.
 
 Shape legend: B rows, K longest draft, J positions of a row, V vocabulary.
 """
@@ -289,9 +290,9 @@ class _TargetPast:
 def decide_compiled(
     policy: AcceptancePolicy, target: Target, draft: Draft, seeds: abc.Sequence[int], starts: abc.Sequence[int]
 ) -> list[Decision] | None:
-    """Decide by compiled code as ``Executor.decide`` does. Return None if the tensor rule has to decide: compiled code
-    lacks this rule or this kind of draft, only Python knows whether a mismatch is excused, or the decision depends on a
-    NaN."""
+    """Decide by compiled code as ``Executor.decide_group`` does. Return None if the tensor rule has to decide: compiled
+    code lacks this rule or this kind of draft, only Python knows whether a mismatch is excused, or the decision depends
+    on a NaN."""
     logits_BJV = target.logits_BKV
     processed = target.lazy_distribution
     probs_BKV = None if target.all_greedy else draft.probs_BKV

@@ -228,7 +228,7 @@ class CRounds(_WithSpans):
         *((name, c_int64 * 2) for name in ("elapsed", "scoring", "drafting")),
         *_span("stops", "state"),
         *((name, c_int32) for name in ("read_before", "head_drafts")),
-        *_span("given", "read"),
+        *_span("head_states", "read"),
     ]
 
 

@@ -182,8 +182,8 @@ class PackedLlama:
         self._embedding: Tensor | None = None
         blocks = None
         if model.lm_head.weight is not model.embed_tokens.weight:
-            if self._narrow == "stored" and self.kept is None and (found := self._blocks_of(model.embed_tokens)):
-                (blocks,) = found
+            if self._narrow == "stored" and self.kept is None and (stored := self._blocks_of(model.embed_tokens)):
+                (blocks,) = stored
             else:
                 with self._filled(model.embed_tokens):
                     self._embedding = model.embed_tokens.weight.detach().contiguous()

@@ -51,8 +51,10 @@ class _Results:
         max_rounds = max(room - len(row.tokens) for row, room in zip(plan.rows, plan.rooms)) + 1
         max_rounds = min(max_rounds, 1 + _MAX_SCORED // (count * (k + 1)), max(plan.rounds, 1))
         blocks = Blocks(count, k, max_rounds, max(_MAX_MISMATCHES, 2 * count * (k + 1)))
-        reads = [plan.drafter is not None and row.policy.reads_logits for row in plan.rows]
-        drafter_KV = [torch.empty(k, target.vocab) if each else None for each in reads]
+        drafter_KV = list[Tensor | None]()
+        for row in plan.rows:
+            reads_logits = plan.drafter is not None and row.policy.reads_logits
+            drafter_KV.append(torch.empty(k, target.vocab) if reads_logits else None)
         probs_BKV = None if plan.sampling is None or plan.drafter is None else torch.empty(count, k, target.vocab)
         states_NF = None
         if plan.states:
@@ -86,7 +88,7 @@ def take_rounds(target: PackedLlama, drafter: PackedLlama | None, plan: RoundPla
         draft_logits=spans(results.drafter_KV),
         stops=CStops.of_rows(plan.spec, len(rows)),
         state=array("i", plan.states),
-        given=None if plan.head_input is None else plan.head_input.states_TF.to(target.dtype).contiguous(),
+        head_states=None if plan.head_input is None else plan.head_input.states_TF.to(target.dtype).contiguous(),
         read=results.states_NF,
     )
     target.library.fly_rounds(
@@ -108,14 +110,16 @@ def _read_results(
     left_open = [b for b in range(len(rows)) if blocks.is_open(b, last)]
     fed = [blocks.count[b * blocks.max_rounds + last] for b in range(len(rows))]  # in the last round
     decided = [last + (b not in left_open) for b in range(len(rows))]
-    spent = zip((1, last), call.elapsed, call.scoring, call.drafting)
-    first, others = (Spent(rounds, *(ns / 1e9 for ns in each)) for rounds, *each in spent)
+    first, others = (
+        Spent(rounds, call.elapsed[i] / 1e9, call.scoring[i] / 1e9, call.drafting[i] / 1e9)
+        for i, rounds in enumerate((1, last))
+    )
     return Rounds(
         decisions=blocks.decisions(decided, [row.policy.relaxation for row in plan.rows]),
         texts=[text[: row.length + n].tolist() for text, row, n in zip(texts, rows, fed)],
         draft_cached=[row.draft_start for row in rows],
         spent=(first, others),
-        states=_read_states(plan, results, last, fed),
+        states=[] if results.states_NF is None else _read_states(plan, blocks, results.states_NF, last, fed),
         open=_read_open_blocks(results, left_open, last, call.longest) if left_open else None,
     )
 
@@ -142,12 +146,11 @@ def _lay_rows(plan: RoundPlan, texts: list[array[int]], copied: bool) -> ctypes.
     return rows
 
 
-def _read_states(plan: RoundPlan, results: _Results, last: int, fed: list[int]) -> list[tuple[int, Tensor]]:
+def _read_states(
+    plan: RoundPlan, blocks: Blocks, states_NF: Tensor, last: int, fed: list[int]
+) -> list[tuple[int, Tensor]]:
     """For each row, return the position of its last token before the call, and hidden states. They are those of the
     kept tokens, round after round, but in the last round those of all cached tokens."""
-    if results.states_NF is None:
-        return []
-    blocks = results.blocks
     places: list[list[int]] = [[] for _ in plan.rows]
     at = 0
     for i in range(last + 1):
@@ -155,7 +158,7 @@ def _read_states(plan: RoundPlan, results: _Results, last: int, fed: list[int]) 
             at_block = b * blocks.max_rounds + i
             kept += range(at, at + (fed[b] if i == last else blocks.accepted[at_block]) + 1)
             at += blocks.count[at_block] + 1
-    return [(len(row.tokens) - 1, results.states_NF[kept]) for row, kept in zip(plan.rows, places)]
+    return [(len(row.tokens) - 1, states_NF[kept]) for row, kept in zip(plan.rows, places)]
 
 
 def _read_open_blocks(results: _Results, rows: list[int], last: int, longest: int) -> OpenBlocks:

@@ -38,8 +38,8 @@ class Model(Protocol):
 
     config: LlamaConfig
     device: torch.device
-    often: int
-    compiles: bool
+    compiles_after: int
+    compiles_layers: bool
 
     def score(self, batch: Batch, places: Sequence[int] | None = None) -> Scores: ...
     def hidden(self, *tokens_and_more: Any, **options: Any) -> Tensor: ...
@@ -137,9 +137,9 @@ class HeadDrafter(Drafter):
         # Each row's last tokens are aligned at the right, and so are the numbers of their hidden states.
         numbers = list[int]()
         for b in order:
-            own = min(kv.counts[b], count) if b >= 0 else 0
-            fill = [0] * (count - own)
-            numbers += [*fill, *texts[b][len(texts[b]) - own :], *fill, *range(ends[b] - own, ends[b])]
+            unread = min(kv.counts[b], count) if b >= 0 else 0
+            fill = [0] * (count - unread)
+            numbers += [*fill, *texts[b][len(texts[b]) - unread :], *fill, *range(ends[b] - unread, ends[b])]
         tokens_RJ, at_RJ = upload(numbers, self.table.device).view(len(order), 2, count).unbind(1)
         self.tokens_RJ.copy_(tokens_RJ)
         self.states_RJF.copy_(head_input.states_TF.to(self.table.device)[at_RJ])

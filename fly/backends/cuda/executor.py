@@ -76,7 +76,7 @@ class CudaExecutor(TorchExecutor):
     """Runs a ``fly.models.Llama`` on a CUDA device.
 
     Args:
-        compiles: whether layers may be compiled; false once that failed.
+        compiles_layers: whether layers may be compiled; false once that failed.
         pool: the memory that its graphs share. If several processes run the model together, its contexts are entered
             around waits and preparations, and a call takes a fixed number of rounds, so that all processes take the
             same number.
@@ -84,12 +84,13 @@ class CudaExecutor(TorchExecutor):
 
     # The first time on a machine, compiling takes some ten seconds for each number of tokens. It begins after so many
     # rounds, which take as long, so compiling at most doubles the time of short work.
-    often = 2000
+    compiles_after = 2000
     captures = True
 
-    def __init__(self, model: Any, compiles: bool = True, pool: GraphPool | None = None) -> None:
+    def __init__(self, model: Any, compiles_layers: bool = True, pool: GraphPool | None = None) -> None:
         super().__init__(model)
-        self.pool, self.compiles = pool or GraphPool(self.device), compiles
+        self.pool = pool or GraphPool(self.device)
+        self.compiles_layers = compiles_layers
         if isinstance(model, Llama):
             fuse(model)
             if any(isinstance(part, Int4Linear) for part in model.modules()):
@@ -131,22 +132,22 @@ class CudaExecutor(TorchExecutor):
 
     @_on_device
     def describe(self) -> list[str]:
-        found = [f"{self.device} ({torch.cuda.get_device_name(self.device)})"]
+        phrases = [f"{self.device} ({torch.cuda.get_device_name(self.device)})"]
         kind = self.device, self.dtype, self.config.head_dim
         refused = refuse_attention(*kind, block_size_for(self.device))
         if refused is None:
-            found.append("attention by our Triton kernels")
+            phrases.append("attention by our Triton kernels")
         else:
             flash = self.dtype != torch.float32 and find_flash(*kind) is not None
             way = "FlashAttention over pages" if flash else "PyTorch's attention over copies of pages"
-            found.append(f"attention by {way} (not by our Triton kernels: {refused})")
+            phrases.append(f"attention by {way} (not by our Triton kernels: {refused})")
         refused = refuse_layers(self.device, self.dtype)
-        found.append("fused layers" if refused is None else f"layers operation by operation ({refused})")
+        phrases.append("fused layers" if refused is None else f"layers operation by operation ({refused})")
         refused = refuse_steps(self.device)
-        found.append("fused steps" if refused is None else f"steps of a round operation by operation ({refused})")
+        phrases.append("fused steps" if refused is None else f"steps of a round operation by operation ({refused})")
         shapes = sum(key[0] for rounds in self._rounds.values() for key in rounds.made)
-        found.append(f"{len(self.pool.captured)} CUDA graphs for {shapes} shapes of rounds")
-        return found
+        phrases.append(f"{len(self.pool.captured)} CUDA graphs for {shapes} shapes of rounds")
+        return phrases
 
     @property
     def prepared(self) -> int:
@@ -173,11 +174,11 @@ class CudaExecutor(TorchExecutor):
         self._plain = ""  # if it refuses rows, ``take_rounds`` says why
         return take_rounds(self, plan, self._find_rounds(plan.kv.cache))
 
-    def judge(self, rows: abc.Sequence[Row], target: Target, draft: Draft) -> list[Decision]:
+    def decide(self, rows: abc.Sequence[Row], target: Target, draft: Draft) -> list[Decision]:
         if self._plain:  # not for a prompt's round, or one that ``rounds`` refused
             note_plain_way(self._plain)
         self._plain = ""
-        return super().judge(rows, target, draft)
+        return super().decide(rows, target, draft)
 
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
         return DeviceDistribution(sampling, logits_BJV)
@@ -196,11 +197,11 @@ class CudaExecutor(TorchExecutor):
         states = {} if states is None else states
         model = cast(Llama, self.model)
         hidden_TC = None
-        if compiled and self.compiles:
+        if compiled and self.compiles_layers:
             try:
                 hidden_TC = model(tokens_T, positions_T, kv, through=partial(self._compiled_layers(), states=states))
             except Exception as error:  # e.g. no Triton or C compiler; another error comes again below
-                self.compiles, reason = False, f"{type(error).__name__}: {error}".splitlines()[0]
+                self.compiles_layers, reason = False, f"{type(error).__name__}: {error}".splitlines()[0]
                 _log.warning("layers are not compiled, and run operation by operation in CUDA graphs: %s", reason)
         if hidden_TC is None:
             hidden_TC = model(tokens_T, positions_T, kv, through=record_states(states))
@@ -259,8 +260,8 @@ class CudaExecutor(TorchExecutor):
         tables = kv.tables()
         slots = list[int]()
         for seq, start, count in zip(kv.seqs, kv.starts, kv.counts):
-            own = kv.cache.slots(seq, start, start + count)
-            slots += range(own.start, own.stop) if isinstance(own, slice) else own
+            row_slots = kv.cache.slots(seq, start, start + count)
+            slots += range(row_slots.start, row_slots.stop) if isinstance(row_slots, slice) else row_slots
         used = [start + count for start, count in zip(kv.starts, kv.counts)]
         ends, width = [*itertools.accumulate(kv.counts, initial=0)], max(map(len, tables))
         parts = [batch.tokens, batch.positions, slots, [] if places is None else list(places), used, ends]
@@ -268,8 +269,8 @@ class CudaExecutor(TorchExecutor):
         uploaded = upload([number for part in parts for number in part], self.device)
         tokens_T, positions_T, slots_T, places_N, *rest = uploaded.split([len(part) for part in parts])
         used_B, ends_B1, pages = (numbers.to(torch.int32) for numbers in rest)
-        found = Slots(slots_T, used_B, ends_B1, pages.view(-1, width), max(kv.counts))
-        attention = PagedAttention(kv.cache, found, find_trees(kv))
+        batch_slots = Slots(slots_T, used_B, ends_B1, pages.view(-1, width), max(kv.counts))
+        attention = PagedAttention(kv.cache, batch_slots, find_trees(kv))
         taken = dict.fromkeys(states, positions_T)
         hidden_TC = self.hidden(tokens_T, positions_T, attention, taken)
         states_TF = torch.cat([taken[number] for number in states], -1) if states else None

@@ -83,11 +83,11 @@ class Footprint(TorchDispatchMode):
         args, kwargs = tree_map(_drop_values, (args, kwargs))
         for x in tree_leaves((args, kwargs)):
             self._note(x, new=False)
-        made = func(*args, **kwargs)
-        new = sum(map(self._note, tree_leaves(made)))
+        result = func(*args, **kwargs)
+        new = sum(map(self._note, tree_leaves(result)))
         self.peak = max(self.peak, self.live + _scratch(func._schema.name, args, new))
         self.kernels += func._schema.name not in _LOOKS and not func.is_view
-        return made
+        return result
 
     def _note(self, x: Any, new: bool = True) -> int:
         """Count the bytes of a tensor's memory if it was just allocated; memory that existed before is not counted."""
@@ -141,8 +141,8 @@ def _scratch(name: str, args: Sequence[Any], new: int) -> int:
         longest = args[7]
         page = args[8]
         splits = count_splits(table_BW.shape[1] * page)
-        found = 4 * tokens * heads * splits * (width + 2)  # by each split: its sum, peak and mass
-        return 0 if longest > MOST or splits == 1 or found > 1.1 * _PARTIAL else found
+        size = 4 * tokens * heads * splits * (width + 2)  # by each split: its sum, peak and mass
+        return 0 if longest > MOST or splits == 1 or size > 1.1 * _PARTIAL else size
     return 0
 
 

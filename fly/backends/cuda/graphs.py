@@ -145,14 +145,14 @@ class Shared:
     def lend(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory of this shape. If there is too little, new memory is allocated; earlier borrowers keep the
         old."""
-        size, found = math.prod(shape), self._found.get((name, dtype))
-        if found is None or len(found) < size:
-            found = self._found[name, dtype] = torch.zeros(size, dtype=dtype, device=device)
-        return found[:size].view(shape)
+        size, buffer = math.prod(shape), self._found.get((name, dtype))
+        if buffer is None or len(buffer) < size:
+            buffer = self._found[name, dtype] = torch.zeros(size, dtype=dtype, device=device)
+        return buffer[:size].view(shape)
 
     @property
     def nbytes(self) -> int:
-        return sum(found.nbytes for found in self._found.values())
+        return sum(buffer.nbytes for buffer in self._found.values())
 
 
 def upload_into(memory: Tensor, values: Tensor) -> None:

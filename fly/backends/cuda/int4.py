@@ -76,10 +76,10 @@ def with_int4_weights(model: Llama | Loading) -> Llama:
     being loaded is rounded layer by layer, a loaded one is copied."""
     if isinstance(model, Loading):
         return model.load_all(_round)  # an untied head has no matrices below it
-    made = deepcopy(model)
-    for layer in made.layers:
+    rounded = deepcopy(model)
+    for layer in rounded.layers:
         _round(layer)
-    return made
+    return rounded
 
 
 def _round(module: nn.Module) -> None:

@@ -372,10 +372,10 @@ def _try(device: torch.device, compare: Callable[[], str | None]) -> str | None:
         return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _compare(device: torch.device, run: Any, kernel: Callable[..., Any], *given: Any) -> str | None:
+def _compare(device: torch.device, run: Any, kernel: Callable[..., Any], *arguments: Any) -> str | None:
     """Compare what ``kernel`` on the device returns and writes with what ``run`` on the host returns and writes."""
-    on_device = [x.to(device) if isinstance(x, Tensor) else x for x in given]
-    on_host = [x.clone() if isinstance(x, Tensor) else x for x in given]
+    on_device = [x.to(device) if isinstance(x, Tensor) else x for x in arguments]
+    on_host = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
     ours, theirs = kernel(*on_device), run(*on_host)
     for one, other in zip(tree_leaves((ours, on_device)), tree_leaves((theirs, on_host))):
         if isinstance(one, Tensor) and not torch.allclose(one.cpu().float(), other.float(), atol=0.05, rtol=0.05):
@@ -441,6 +441,6 @@ def _compare_attention(device: torch.device, dtype: torch.dtype, width: int, pag
     last_T = torch.arange(keys - 2, keys + 1, dtype=torch.int32, device=device)
     ends_B1 = torch.tensor([0, 3], dtype=torch.int32).to(device)
     table_BW = torch.arange(pages - 1, -1, -1, dtype=torch.int32, device=device).unsqueeze(0)
-    given = q, k, v, ends_B1, last_T, last_T - 1, table_BW, 3, page, 0, width**-0.5
-    wrong = float((attend_pages(*given).float() - attend_plainly(*given).float()).abs().max())
+    arguments = q, k, v, ends_B1, last_T, last_T - 1, table_BW, 3, page, 0, width**-0.5
+    wrong = float((attend_pages(*arguments).float() - attend_plainly(*arguments).float()).abs().max())
     return None if wrong < 0.02 else f"their values differ from the reference by {wrong:.3g}"

@@ -47,7 +47,7 @@ _SHORTEST_TEXT = 1024  # the least room, in tokens, for a row's text on the devi
 _RIDGE = 256  # a forward over at most so many tokens takes no longer than reading the weights
 
 
-def take_rounds(target: Model, plan: RoundPlan, made: DeviceRounds) -> Rounds | None:
+def take_rounds(target: Model, plan: RoundPlan, device_rounds: DeviceRounds) -> Rounds | None:
     """Do what ``Executor.rounds`` promises. Return None if a draft is too long, if the batch needs too much memory, or
     if the first round is void by a NaN."""
     groups, order = _group_rows(plan.rows)
@@ -58,7 +58,7 @@ def take_rounds(target: Model, plan: RoundPlan, made: DeviceRounds) -> Rounds | 
     drafter: Any = plan.drafter  # a ``Model`` or a head: see ``CudaExecutor.joins``
     draft_cache = None if plan.draft_kv is None else plan.draft_kv.cache
     try:
-        round_ = made.find(shape, groups, target, plan.kv.cache, drafter, draft_cache)
+        round_ = device_rounds.find(shape, groups, target, plan.kv.cache, drafter, draft_cache)
     except TooLarge as error:
         note_plain_way(str(error), logging.WARNING)
         return None
@@ -89,10 +89,10 @@ def _group_rows(rows: Sequence[RoundRow]) -> tuple[tuple[Group, ...], list[int]]
     for b, row in enumerate(rows):
         numbers.setdefault((row.greedy, row.policy.keyed), []).append(b)
     groups, order = list[Group](), list[int]()
-    for (greedy, keyed), own in sorted(numbers.items(), key=lambda item: item[0][0]):
-        count = round_up(len(own))
+    for (greedy, keyed), members in sorted(numbers.items(), key=lambda item: item[0][0]):
+        count = round_up(len(members))
         groups.append(Group(keyed, not greedy, count))
-        order += own + [-1] * (count - len(own))
+        order += members + [-1] * (count - len(members))
     return tuple(groups), order
 
 
@@ -202,7 +202,7 @@ class _Call:
             lacks = self.round.drafter.catch_up(plan, [row.wanted() > 0 for row in self.rows], self.order)
         values = [self.describe(b, lacks[b]) if b >= 0 else PADDING for b in self.order]
         ends = [plan.rows[b].stop_ids if b >= 0 else () for b in self.order]
-        lines = [make_line(own, stop_ids, table.shape.stops) for own, stop_ids in zip(values, ends)]
+        lines = [make_line(row_values, stop_ids, table.shape.stops) for row_values, stop_ids in zip(values, ends)]
         table.load(lines, plan.kv, plan.draft_kv, self.order)
         table.load_texts(self.texts())
 

@@ -54,23 +54,27 @@ class DeviceRounds:
         draft_cache: PagedKVCache | None = None,
     ) -> DeviceRound:
         """Return the round for batches of this shape, whose rules will decide in these ``groups``. Without groups it
-        only scores. A round that was launched ``Model.often`` times is made anew, with compiled layers.
+        only scores. A round that was launched ``Model.compiles_after`` times is made anew, with compiled layers.
 
         Raises ``TooLarge`` if the round does not fit even alone.
         """
         key = bool(groups), shape, None if draft_cache is None else weakref.ref(draft_cache)
-        found = self.made.get(key)
-        if found is not None and found.rounds >= target.often and target.compiles and not found.shape.compiled:
-            _log.info("compiling layers for %d rows and drafts of %d tokens, which takes a while", shape.rows, shape.k)
-            found, shape = None, replace(shape, compiled=True)
-        if found is None or (groups and groups not in found.stages):
+        device_round = self.made.get(key)
+        if device_round is not None and not device_round.shape.compiled:
+            often = device_round.rounds >= target.compiles_after
+            if often and target.compiles_layers:
+                _log.info("compiling layers for %d rows, drafts of %d tokens, which takes a while", shape.rows, shape.k)
+                device_round = None
+                shape = replace(shape, compiled=True)
+        if device_round is None or (groups and groups not in device_round.stages):
             draft_size = None if draft_cache is None else draft_cache.allocator.block_size
             needs = measure_round(shape, groups, target, drafter, cache.allocator.block_size, draft_size)
             self._make_room(key, needs)
-        found = found or DeviceRound(shape, target, cache, drafter, draft_cache, self.pool, self.shared)
+        if device_round is None:
+            device_round = DeviceRound(shape, target, cache, drafter, draft_cache, self.pool, self.shared)
         self.made.pop(key, None)
-        self.made[key] = found
-        return found
+        self.made[key] = device_round
+        return device_round
 
     def _make_room(self, key: _Key, needs: Needs) -> None:
         """Drop other rounds until this one fits."""

@@ -22,8 +22,8 @@ from fly.backends.cuda.attention import reads_pages
 from fly.backends.cuda.graphs import upload_into
 from fly.backends.cuda.sampling import DeviceDistribution
 from fly.cache import PagedBatch
+from fly.ops import common_prefix
 from fly.runner.executor import DraftSpec
-from fly.runner.request import common_prefix
 from fly.runner.sampling import BatchSampling
 from fly.types import Decision, Draft, Mismatch, Verdict, Why
 
@@ -222,10 +222,10 @@ def unpack(line: Sequence[int], k: int, relaxes: bool, conditions: Sequence[str]
     rest = rest[2 * k + 1 :]
     mismatches = list[Mismatch]()
     if relaxes:
-        why, asked, cost, *more = (rest[n * k : n * k + count] for n in range(3 + len(conditions) + len(budgets)))
+        why, was_asked, cost, *more = (rest[n * k : n * k + count] for n in range(3 + len(conditions) + len(budgets)))
         for node in range(count):
             stands = node < accepted and why[node] == Why.RELAXED
-            if stands or (conditions and asked[node]):
+            if stands or (conditions and was_asked[node]):
                 answers = {name: bool(column[node]) for name, column in zip(conditions, more)}
                 if not stands:
                     mismatches.append(Mismatch(node, stands, answers, 0.0))

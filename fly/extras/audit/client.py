@@ -148,7 +148,7 @@ class Server:
 
     def ask_all(
         self,
-        asked: Sequence[tuple[str, Mapping[str, Any]]],
+        questions: Sequence[tuple[str, Mapping[str, Any]]],
         parallel: int | None = None,
         *,
         top: bool = True,
@@ -156,7 +156,7 @@ class Server:
     ) -> list[Reply]:
         """Ask several prompts, each with its fields, ``parallel`` of them at the same time."""
         with ThreadPoolExecutor(parallel or self.parallel) as pool:
-            return list(pool.map(lambda each: self.ask(*each, top=top, chat=chat), asked))
+            return list(pool.map(lambda each: self.ask(*each, top=top, chat=chat), questions))
 
     def fetch(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Fetch another path of the server, as JSON or as text; None if there is no such path."""

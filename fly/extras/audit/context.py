@@ -83,9 +83,9 @@ class Context:
                 break
         return accepted
 
-    def fields(self, given: Fields) -> dict[str, Any]:
-        """Return the fields of a request: the given ones, and neutral values for the others."""
-        return {"temperature": 1.0, **self.neutral, **given}
+    def fields(self, changes: Fields) -> dict[str, Any]:
+        """Return the fields of a request: the ``changes``, and neutral values for the others."""
+        return {"temperature": 1.0, **self.neutral, **changes}
 
     @functools.cached_property
     def greedy(self) -> list[Reply]:
@@ -145,10 +145,10 @@ class Context:
                 sharper += min_variation(dict(zip(predicted.tokens, predicted.probs_H)), head)
         return bool(sharper < same)
 
-    def sample(self, given: Fields, count: int, length: int, prompts: int, rounds: int = 4) -> Iterator[list[Draw]]:
+    def sample(self, changes: Fields, count: int, length: int, prompts: int, rounds: int = 4) -> Iterator[list[Draw]]:
         """Draw ``count`` answers of ``length`` tokens to the best ``prompts`` (see ``lively``). Yields the draws so far
         after each round of requests, so that the caller can stop early."""
-        fields = self.fields({**given, "max_tokens": length})
+        fields = self.fields({**changes, "max_tokens": length})
         numbers = self.lively[:prompts]
         repeats = max(1, math.ceil(count / (rounds * len(numbers))))
         if (choices := min(repeats, self.choices)) > 1:
@@ -160,13 +160,13 @@ class Context:
             replies = self.server.ask_all([(self.prompts[number], fields) for number in requested])
             for number, reply in zip(requested, replies):
                 for answer in reply.answers:
-                    draws += read_draws(answer, self.prompts[number], number, given, self.server.top, self.as_is)
+                    draws += read_draws(answer, self.prompts[number], number, changes, self.server.top, self.as_is)
             yield draws
 
-    def firsts(self, given: Mapping[str, Any], count: int) -> list[tuple[int, Answer]]:
+    def firsts(self, changes: Mapping[str, Any], count: int) -> list[tuple[int, Answer]]:
         """Ask each of the best prompts once with these fields. Return its number and the answer."""
         numbers = self.lively[:count]
-        replies = self.server.ask_all([(self.prompts[number], self.fields(given)) for number in numbers])
+        replies = self.server.ask_all([(self.prompts[number], self.fields(changes)) for number in numbers])
         return [(number, reply.answer) for number, reply in zip(numbers, replies)]
 
 

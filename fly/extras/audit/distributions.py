@@ -67,11 +67,11 @@ def is_plain(token: str) -> bool:
     return bool(token) and "�" not in token and not _SPECIAL.fullmatch(token)
 
 
-def reported(place: Place, asked: int) -> dict[str, float]:
-    """Return the head: the most likely tokens with their probabilities. The last fifth of the ``asked`` tokens is left
+def reported(place: Place, count: int) -> dict[str, float]:
+    """Return the head: the most likely tokens with their probabilities. The last fifth of the ``count`` tokens is left
     out. Servers always list the drawn token, and several tokens may share a text, but the head must not depend on the
     drawn token."""
-    return {token: math.exp(value) for token, value in place.top[: max(1, asked - max(1, asked // 5))]}
+    return {token: math.exp(value) for token, value in place.top[: max(1, count - max(1, count // 5))]}
 
 
 def min_variation(one: Mapping[str, float], other: Mapping[str, float]) -> float:

@@ -18,8 +18,8 @@ def effect(context: Context, name: str, value: float) -> Finding:
     greedy = [reply.answer.text for reply in context.greedy]
     prompts = context.prompts[: len(greedy)]
 
-    def differing(**given: float) -> int:
-        fields = context.fields({"max_tokens": _LENGTH, **given})
+    def differing(**changes: float) -> int:
+        fields = context.fields({"max_tokens": _LENGTH, **changes})
         replies = context.server.ask_all([(prompt, fields) for prompt in prompts])
         pairs = zip(replies, greedy)
         return sum(not text.startswith(reply.answer.text.rstrip("�")) for reply, text in pairs)

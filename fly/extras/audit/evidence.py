@@ -301,13 +301,13 @@ def _moved(probs_H: np.ndarray, variation: float, rng: np.random.Generator) -> n
     return probs_RH / probs_RH.sum(-1, keepdims=True)
 
 
-def smallest(sizes: Sequence[float], found: Callable[[float], float], enough: float = 0.9) -> float | None:
+def smallest(sizes: Sequence[float], power: Callable[[float], float], enough: float = 0.9) -> float | None:
     """Return the smallest size of a fault that is found with probability ``enough``; None if none is. ``sizes`` ascend,
     and larger faults must be likelier to be found."""
     low, high = 0, len(sizes)
     while low < high:
         middle = (low + high) // 2
-        if found(sizes[middle]) >= enough:
+        if power(sizes[middle]) >= enough:
             high = middle
         else:
             low = middle + 1

@@ -55,10 +55,10 @@ def first_difference(mine: Answer, theirs: Answer) -> Difference | None:
     return Difference(at, my_token, their_token, max([*known_gaps, sum(known_gaps)]) if known_gaps else None)
 
 
-def _gap(place: Place, own: str, other: str) -> float | None:
+def _gap(place: Place, one: str, other: str) -> float | None:
     """Return by how many nats the first token is more likely than the second; None if one of them is not listed."""
     logprobs = dict(place.top) | ({place.token: place.logprob} if place.top else {})
-    return logprobs[own] - logprobs[other] if own in logprobs and other in logprobs else None
+    return logprobs[one] - logprobs[other] if one in logprobs and other in logprobs else None
 
 
 def pair_places(mine: Sequence[Reply], theirs: Sequence[Reply]) -> list[tuple[Place, Place]]:

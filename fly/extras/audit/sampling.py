@@ -29,12 +29,12 @@ _ROUNDING = 0.05  # the largest total variation between reported distributions t
 
 
 def _draw(
-    context: Context, given: Mapping[str, float], count: int, length: int, prompts: int, only: str | None = None
+    context: Context, changes: Mapping[str, float], count: int, length: int, prompts: int, only: str | None = None
 ) -> tuple[list[Draw], Evidence]:
     """Draw up to ``count`` answers. Stop early if the evidence is overwhelming."""
     draws: list[Draw] = []
     outcome = evidence(draws)
-    for draws in context.sample(given, count, length, prompts):
+    for draws in context.sample(changes, count, length, prompts):
         context.step(f"{len(draws)} tokens")
         outcome = evidence(draws, only)
         if outcome.p < context.p / 100:
@@ -43,14 +43,14 @@ def _draw(
 
 
 def _make_finding(
-    name: str, draws: Sequence[Draw], found: Evidence, p: float, finds: str, share: float | None
+    name: str, draws: Sequence[Draw], evidence: Evidence, p: float, finds: str, share: float | None
 ) -> Finding:
     """Make a finding about draws. Whether it fails is decided later, over the p-values of all findings."""
-    detail = f"{found.worst}: {found.example}" if found.p <= p else ""
+    detail = f"{evidence.worst}: {evidence.example}" if evidence.p <= p else ""
     verdict = Verdict.PASS if finds else Verdict.UNDECIDED
-    figures = {"tokens": len(draws), "worst": found.worst if found.p <= p else None}
+    figures = {"tokens": len(draws), "worst": evidence.worst if evidence.p <= p else None}
     finds = finds or "too few open places"
-    return Finding(name, "", verdict, f"{len(draws):,} tokens", found.p, finds, detail, figures, share)
+    return Finding(name, "", verdict, f"{len(draws):,} tokens", evidence.p, finds, detail, figures, share)
 
 
 @check(

@@ -107,7 +107,7 @@ def drafts_table(rows: Sequence[Drafted], title: str) -> Table:
     )
 
 
-def promise_table(found: Sequence[Promise], title: str) -> Table:
+def promise_table(promises: Sequence[Promise], title: str) -> Table:
     """Return a table of the speeds where nothing can be predicted."""
 
     def interval(over: Ratio) -> str:  # there is no interval for fewer than three pairs
@@ -115,7 +115,7 @@ def promise_table(found: Sequence[Promise], title: str) -> Table:
 
     return table(
         title,
-        found,
+        promises,
         {
             "draft": lambda r: escape(r.name),
             "text": lambda r: r.text,

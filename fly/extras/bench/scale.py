@@ -64,8 +64,8 @@ def forecast_rounds(
     return forecast(replace(setting, k=drafted, tau=tau, draft_tau=drafted / forwards), machines)
 
 
-def scaled(found: Sequence[Replay], setting: Setting, machines: Machines, levels: int) -> Scaled:
-    """Return the best of the replays ``found`` for the models of ``setting``. If ``levels`` is 2, prompt lookup drafts
+def scaled(replays: Sequence[Replay], setting: Setting, machines: Machines, levels: int) -> Scaled:
+    """Return the best of the ``replays`` for the models of ``setting``. If ``levels`` is 2, prompt lookup drafts
     for the draft model."""
 
     def of(each: Replay) -> Scaled:
@@ -75,4 +75,4 @@ def scaled(found: Sequence[Replay], setting: Setting, machines: Machines, levels
         gain = Estimate(*(expected.gain() * tau / each.tau.value for tau in each.tau))
         return Scaled(each, gain, expected.fits)
 
-    return max((of(each) for each in found), key=lambda each: each.gain.value)
+    return max((of(each) for each in replays), key=lambda each: each.gain.value)

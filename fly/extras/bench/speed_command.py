@@ -154,11 +154,11 @@ def _measure_forwards(
     return limits, forwards, steps
 
 
-def _measure_rounds(settings: list[Setting], asked: list[Any], turns: int, target: Executor) -> list[Rounds]:
+def _measure_rounds(settings: list[Setting], prompts: list[Any], turns: int, target: Executor) -> list[Rounds]:
     """Time rounds on prompts, with answers of a length that suits the target's size."""
     params = SamplingParams(temperature=0.0, max_tokens=usual_amount(matrix_parameters(target.config))[1])
-    with progress(turns * len(asked) * len(settings), "rounds") as advance:
-        return measure_rounds(settings, asked, params, turns, advance)
+    with progress(turns * len(prompts) * len(settings), "rounds") as advance:
+        return measure_rounds(settings, prompts, params, turns, advance)
 
 
 def _show_forwards(forwards: list[Forward], limits: Limits) -> None:

@@ -49,23 +49,23 @@ _LARGEST = 2**25  # most logits that are decided at once: 128 MiB as float32, an
 _log = logging.getLogger("fly.engines")
 
 
-def read_rule(given: Any, size: int) -> AcceptancePolicy | None:
+def read_rule(argument: Any, size: int) -> AcceptancePolicy | None:
     """Read the rule that a request gives under the name ``fly``: its text, or ``{"policy": text}``; None is no rule.
 
     ``size`` is V. A request can never import code. Raises ``ValueError`` if the text is no rule or is longer than 2000
     characters, if the rule needs the text of tokens, the draft's logits or where relaxed tokens stand, which an
     engine's sampler lacks, or if it fails on a trial block (``AcceptancePolicy.refuse_failing``).
     """
-    if given is None:
+    if argument is None:
         return None
-    if isinstance(given, Mapping):
-        if given.keys() != {"policy"}:
-            raise ValueError(f"fly has the entries {sorted(map(str, given))}; it takes one entry, 'policy'")
-        given = given["policy"]
-    if not isinstance(given, str) or len(given) > _LONGEST:
+    if isinstance(argument, Mapping):
+        if argument.keys() != {"policy"}:
+            raise ValueError(f"fly has the entries {sorted(map(str, argument))}; it takes one entry, 'policy'")
+        argument = argument["policy"]
+    if not isinstance(argument, str) or len(argument) > _LONGEST:
         raise ValueError(f"fly: the policy must be a text of at most {_LONGEST} characters, as in 'exact | regret(2)'")
     try:
-        return _load_rule(given, size)
+        return _load_rule(argument, size)
     except (ValueError, TypeError) as error:
         raise ValueError(f"fly: {error}") from None
     except Exception as error:  # a user's rule may raise anything, and must not end the engine

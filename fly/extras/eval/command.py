@@ -101,16 +101,14 @@ def _list_tasks() -> None:
     print_list(rows, "task", "data", "scorer", "what it is", title="Tasks", show_lines=True)
 
 
-def _score_references(asked: Task, run_code: bool) -> None:
+def _score_references(task: Task, run_code: bool) -> None:
     failures = []
-    with Programs(run_code) as programs, progress(len(asked.problems), "scoring") as advance:
-        for problem in asked.problems:
-            score = asked.score(problem, asked.reference(problem), programs)
+    with Programs(run_code) as programs, progress(len(task.problems), "scoring") as advance:
+        for problem in task.problems:
+            score = task.score(problem, task.reference(problem), programs)
             failures += [] if score.right else [f"{problem.id}: {score.found}"]
             advance()
-    console.print(
-        f"{escape(asked.name)}: {len(asked.problems) - len(failures)} of {len(asked.problems)} references right"
-    )
+    console.print(f"{escape(task.name)}: {len(task.problems) - len(failures)} of {len(task.problems)} references right")
     for line in failures[:20]:
         console.print(Text(f"  {line}"))
     if failures:
@@ -300,16 +298,16 @@ def run_plan(plan: Plan, folder: Path, ranks: Any = None, grid: Any = None, serv
     return Report([], [], [])
 
 
-def show_report(found: Report) -> None:
+def show_report(report: Report) -> None:
     """Print a report's tables and notes."""
-    several = len({each.run for each in found.tables}) > 1
-    for each in found.tables:
+    several = len({each.run for each in report.tables}) > 1
+    for each in report.tables:
         title = f"{each.run}: {each.title}" if several else each.title
         console.print(f"[bold]{escape(title)}[/]")
         for cells in columns(each).values():
             console.print(table("", each.rows, narrow(cells), show_edge=False))
-    note(escape(legend(found.tables)))
-    for line in found.notes:
+    note(escape(legend(report.tables)))
+    for line in report.notes:
         console.print(f"[yellow]{escape(line)}[/]", highlight=False)
 
 

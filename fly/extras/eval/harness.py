@@ -201,9 +201,9 @@ class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need 
                 bar.update(len(chunk))
         return answers
 
-    def _sampling(self, asked: dict[str, Any], end: str) -> SamplingParams:
+    def _sampling(self, gen_kwargs: dict[str, Any], end: str) -> SamplingParams:
         """Convert a task's ``generation_kwargs``. Raises ``ValueError`` for those that are unknown here."""
-        options: dict[str, Any] = {**normalize_gen_kwargs(asked, self.max_gen_toks)}
+        options: dict[str, Any] = {**normalize_gen_kwargs(gen_kwargs, self.max_gen_toks)}
         stop = [text for text in handle_stop_sequences(options.pop("until"), end) if text]
         most = options.pop("max_gen_toks")
         if not options.pop("do_sample"):

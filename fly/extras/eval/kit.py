@@ -35,7 +35,7 @@ def check_in_a_recording(policy: AcceptancePolicy) -> str:
         at = len(text)
         # Record the block, as a run of exact speculation would.
         recorder = Recorder(make_executor(toy_target(_SIZE)))
-        (exact,) = recorder.decide(Exact(), case.target, case.draft, [_SEED], [at])
+        (exact,) = recorder.decide_group(Exact(), case.target, case.draft, [_SEED], [at])
         recorder.close()
         about = {"k": _LONGEST, "vocabulary": _SIZE, "control": [_SIZE - 1], "stop": [], "row_seed": _SEED}
         emitted = [*(exact.drafted[node] for node in exact.path), exact.next_token]

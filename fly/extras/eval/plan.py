@@ -418,14 +418,14 @@ class WrittenPlan(Plan):
     settings: tuple[_WrittenExtra, ...] = ()
 
 
-def _placed(asked: Any, folder: Path) -> Any:
+def _placed(entry: Any, folder: Path) -> Any:
     """Return a task of a plan's file, with its paths made absolute."""
-    asked = _asked(asked)
-    if not isinstance(asked, dict) or not isinstance(asked.get("task"), str):
-        return asked
-    name, equals, data = asked["task"].partition("=")
+    entry = _asked(entry)
+    if not isinstance(entry, dict) or not isinstance(entry.get("task"), str):
+        return entry
+    name, equals, data = entry["task"].partition("=")
     task_path = str(folder / name) if name.endswith((".yaml", ".yml")) else name
     absolute_paths = {
-        field: str(folder / asked[field]) for field in ("data", "examples") if isinstance(asked.get(field), str)
+        field: str(folder / entry[field]) for field in ("data", "examples") if isinstance(entry.get(field), str)
     }
-    return {**asked, **absolute_paths, "task": task_path + (f"={folder / data}" if equals else "")}
+    return {**entry, **absolute_paths, "task": task_path + (f"={folder / data}" if equals else "")}

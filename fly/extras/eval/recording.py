@@ -140,7 +140,7 @@ class Recorder(Wrapped):
         # The outputs of the two models are computed at the same time, on two cores that would otherwise be idle.
         self._helper = ThreadPoolExecutor(1, "fly-recorder", inner.enter_thread)
 
-    def decide(
+    def decide_group(
         self,
         policy: AcceptancePolicy,
         target: Target,
@@ -150,7 +150,7 @@ class Recorder(Wrapped):
     ) -> list[Decision]:
         if draft.parents_BK is not None:
             raise ValueError("record: drafts that are trees cannot be recorded; draft chains")
-        decisions = self.inner.decide(policy, target, draft, seeds, starts)
+        decisions = self.inner.decide_group(policy, target, draft, seeds, starts)
         (decision,), (start,) = decisions, starts
         logits_JV = target.logits_BKV[0].cpu()
         drafted, drafter_outputs = decision.drafted, None

@@ -137,19 +137,19 @@ def _kept_at(place: int) -> Callable[[Row], str]:
     return lambda row: _share(row.curve[place - 1]) if len(row.curve) >= place else _NONE
 
 
-def as_markdown(found: Report) -> str:
+def as_markdown(report: Report) -> str:
     """Return headings and tables that any Markdown viewer shows."""
     lines = []
-    for table in found.tables:
+    for table in report.tables:
         lines += [f"## {_plain(table.title)}", "", f"{table.run}", ""]
         for cells in columns(table).values():
             lines.append("| " + " | ".join(cells) + " |")
             lines.append("|" + " --- |" + " ---: |" * (len(cells) - 1))
             lines += ["| " + " | ".join(_plain(cell(row)) for cell in cells.values()) + " |" for row in table.rows]
             lines.append("")
-    lines += [legend(found.tables), ""]
-    lines += [f"- {_plain(note)}" for note in found.notes]
-    lines += [f"- {_plain(_described(facts))}" for facts in found.environments]
+    lines += [legend(report.tables), ""]
+    lines += [f"- {_plain(note)}" for note in report.notes]
+    lines += [f"- {_plain(_described(facts))}" for facts in report.environments]
     return "\n".join(lines) + "\n"
 
 
@@ -172,7 +172,7 @@ def _described(facts: Mapping[str, Any]) -> str:
     )
 
 
-def as_json(found: Report) -> dict[str, Any]:
+def as_json(report: Report) -> dict[str, Any]:
     """Return all figures as JSON. An estimate is an object with value, low and high; an unknown figure is null."""
     return {
         "tables": [
@@ -182,10 +182,10 @@ def as_json(found: Report) -> dict[str, Any]:
                     {**_clean(asdict(row)), "tokens_per_second": row.speed, "gate": row.gate} for row in table.rows
                 ],
             }
-            for table in found.tables
+            for table in report.tables
         ],
-        "environments": found.environments,
-        "notes": found.notes,
+        "environments": report.environments,
+        "notes": report.notes,
     }
 
 
@@ -200,12 +200,12 @@ def _clean(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def as_html(found: Report, title: str) -> str:
+def as_html(report: Report, title: str) -> str:
     """Return one HTML page without links. It has tables, plots (where matplotlib is installed; else the page says so),
     and texts side by side, with every relaxed token marked."""
     sections: list[dict[str, Any]] = []
     with_plots = has_plots()
-    for table in found.tables:
+    for table in report.tables:
         coloured_rows = [(row, COLOURS[number % len(COLOURS)]) for number, row in enumerate(table.rows)]
         beside = "autoregression" if table.reference == AUTOREGRESSIVE else "exact speculation"
         speeds = [row.over_ar if table.reference == AUTOREGRESSIVE else row.over_exact for row in table.rows]
@@ -233,9 +233,9 @@ def as_html(found: Report, title: str) -> str:
         title=title,
         shown=sections,
         plotted=with_plots,
-        notes=found.notes,
-        environments=[_described(facts) for facts in found.environments],
-        legend=legend(found.tables),
+        notes=report.notes,
+        environments=[_described(facts) for facts in report.environments],
+        legend=legend(report.tables),
     )
 
 

@@ -190,7 +190,7 @@ def _print(
     console.print(table("", rows, narrow({heading: name, **columns}), show_edge=False))
 
 
-def _show(title: str, blocks: Blocks, found: list[Replay]) -> None:
+def _show(title: str, blocks: Blocks, replays: list[Replay]) -> None:
     columns: dict[str, Callable[[Replay], str]] = {
         "τ": lambda each: _interval(each.tau),
         "over exact": lambda each: f"{each.tau.value / each.exact:.3f}×",
@@ -202,14 +202,14 @@ def _show(title: str, blocks: Blocks, found: list[Replay]) -> None:
     }
     rounds, completions = sum(blocks.exact[1]), len(blocks.recordings)
     console.print(f"[bold]{escape(title)}[/] · {rounds} blocks of {completions} completions", soft_wrap=True)
-    if found:
-        _print("rule", found, _name, columns)
+    if replays:
+        _print("rule", replays, _name, columns)
         places = sorted({at for at in (1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 40, blocks.k) if at <= blocks.k})
-        _print("place in the draft", found, _name, {str(at): _kept_at(at) for at in places})
-        seconds = sum(each.seconds for each in found)
-        note(f"{sum(each.rounds for each in found) / max(seconds, 1e-9):,.0f} rounds replayed a second")
-    texts = blocks.vocabulary.texts if any(each.tokens for each in found) else []
-    for each in found:
+        _print("place in the draft", replays, _name, {str(at): _kept_at(at) for at in places})
+        seconds = sum(each.seconds for each in replays)
+        note(f"{sum(each.rounds for each in replays) / max(seconds, 1e-9):,.0f} rounds replayed a second")
+    texts = blocks.vocabulary.texts if any(each.tokens for each in replays) else []
+    for each in replays:
         if each.tokens:
             note(f"relaxed by {escape(_name(each))}: what was drafted, in place of what the target wanted")
         for token in each.tokens:
@@ -221,10 +221,10 @@ def _show(title: str, blocks: Blocks, found: list[Replay]) -> None:
             console.print(line, soft_wrap=True, highlight=False)
 
 
-def _plot(path: Path, title: str, found: list[Replay]) -> None:
+def _plot(path: Path, title: str, replays: list[Replay]) -> None:
     """Plot speed by the cost of relaxed tokens: one line a rule, through its draft lengths and stops."""
     lines: dict[str, list[tuple[float, float]]] = {}
-    for each in found:
+    for each in replays:
         if each.speed is not None:
             lines.setdefault(str(each.policy), []).append((each.nats, each.speed))
     if not lines:

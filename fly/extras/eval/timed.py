@@ -49,9 +49,9 @@ class Clock(Wrapped):
         self.seconds = 0.0
         self.judged = 0
 
-    def decide(self, policy: AcceptancePolicy, *arguments: Any) -> list[Decision]:
+    def decide_group(self, policy: AcceptancePolicy, *arguments: Any) -> list[Decision]:
         """Decide a block in Python, because it was not decided inside ``rounds``."""
-        decisions = self.inner.decide(policy, *arguments)
+        decisions = self.inner.decide_group(policy, *arguments)
         self.judged += len(decisions)
         return decisions
 

@@ -102,12 +102,12 @@ class Grid:
     def _run(
         self,
         kind: type[_Actor],
-        given: Sequence[Any],
+        arguments: Sequence[Any],
         pieces: Mapping[str, Sequence[Any]],
         context: Callable[[list[Any]], Any] = lambda items: None,
     ) -> Iterator[Any]:
-        """Yield the results of ``pieces`` by actors of a kind. The arguments ``given`` to all of them are sent once."""
-        shared, actor = [ray.put(each) for each in given], ray.remote(kind).options(**self._resources)
+        """Yield the results of ``pieces`` by actors of a kind. The ``arguments`` of all of them are sent once."""
+        shared, actor = [ray.put(each) for each in arguments], ray.remote(kind).options(**self._resources)
         return self._pool.run(lambda: actor.remote(os.getcwd(), *shared), pieces, context)
 
     def decode(self, plan: Plan, todo: Sequence[Turn], texts: Mapping[Key, str]) -> Iterator[Finished]:

@@ -107,10 +107,10 @@ class Eagle3Course(Course):
         save_head(self.head, directory)
 
 
-def _test_time(head: Eagle3Head, given: Lessons, steps: int) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+def _test_time(head: Eagle3Head, lessons: Lessons, steps: int) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
     """Return the loss of each step; and for each step, how many of the target's tokens the head predicted, and how many
     positions count."""
-    tokens_BL, states_BLF, number_BL, truth_NU, choice_N = given
+    tokens_BL, states_BLF, number_BL, truth_NU, choice_N = lessons
     batch, length = tokens_BL.shape
     kv, losses = OwnSteps(batch, length - 1), []
     right_S, counted_S = torch.zeros(steps), torch.zeros(steps)

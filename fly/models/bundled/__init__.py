@@ -52,8 +52,8 @@ def resolve_checkpoint(name: str | Path, weights: bool = True) -> Path:
 
     Raises ``CheckpointError``, also if a download fails (``fly.models.hub.fetch``).
     """
-    found = find_checkpoint(name)
-    return fetch(found, weights) if isinstance(found, HubName) else found
+    place = find_checkpoint(name)
+    return fetch(place, weights) if isinstance(place, HubName) else place
 
 
 def open_model(name: str | Path | Checkpoint) -> Checkpoint:

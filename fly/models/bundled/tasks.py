@@ -44,15 +44,15 @@ def problems(kind: str | None, split: str, seed: int = 0, n: int | None = None) 
     kinds = kinds_of(kind, split)
     if n is not None and n < 0:
         raise ValueError(f"n must not be negative, got {n}")
-    found = [problem for turn in zip(*(_frozen(each, split) for each in kinds)) for problem in turn]
-    if seed or (n is not None and n > len(found)):
-        asked = f"seed {seed} was asked for" if seed else f"{n} were asked for"
-        each = f"{len(found) // len(kinds)} of each kind: " if len(kinds) > 1 else ""
+    chosen = [problem for turn in zip(*(_frozen(each, split) for each in kinds)) for problem in turn]
+    if seed or (n is not None and n > len(chosen)):
+        wanted = f"seed {seed} was asked for" if seed else f"{n} were asked for"
+        each = f"{len(chosen) // len(kinds)} of each kind: " if len(kinds) > 1 else ""
         raise ValueError(
-            f"split {split!r} holds {len(found)} problems of seed 0 ({each}{', '.join(kinds)}), and {asked}; in a "
+            f"split {split!r} holds {len(chosen)} problems of seed 0 ({each}{', '.join(kinds)}), and {wanted}; in a "
             "checkout, 'python -m tools.problems write' makes others"
         )
-    return found[:n]
+    return chosen[:n]
 
 
 def kinds_of(kind: str | None, split: str) -> tuple[str, ...]:

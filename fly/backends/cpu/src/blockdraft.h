@@ -78,12 +78,12 @@ inline void lay_masks(Call* call) {
         for (int n = 0; n < row.count; n++, known++, laid++) {
             call->live_token[laid] = call->token[known];
             call->live_position[laid] = call->position[known];
-            call->given_at[laid] = known;
+            call->head_state_at[laid] = known;
         }
         for (int n = 0; n < masks; n++, laid++) {
             call->live_token[laid] = call->model->shape.mask;
             call->live_position[laid] = call->live_position[laid - 1] + 1;
-            call->given_at[laid] = -1;
+            call->head_state_at[laid] = -1;
         }
         row.count += masks;
     }

@@ -118,9 +118,9 @@ int table(Model* model, Job job, Span<char> rows, int threads) {
     return OK;
 }
 
-// Checks what a draft head is ``given``. Returns an error or OK.
-int check_given(const Model* model, const Batch* batch, Span<const char> given) {
-    return holds("given", given, batch->tokens, model->shape.features, value_bytes(model));
+// Checks the hidden states that a draft head is fed. Returns an error or OK.
+int check_head_states(const Model* model, const Batch* batch, Span<const char> head_states) {
+    return holds("head_states", head_states, batch->tokens, model->shape.features, value_bytes(model));
 }
 
 // Checks that no row's block goes beyond the context. Returns an error or OK.
@@ -198,17 +198,17 @@ EXPORT int fly_score(Model* model, const Batch* batch, Span<const int32_t> kept,
     return OK;
 }
 
-// A step of a draft head. Each token of the batch is fed with the target's hidden states ``given`` [T, F], in the type
+// A step of a draft head. Each token of the batch is fed with the target's hidden states [T, F] (``head_states``), in the type
 // of the head's hidden states, or (if none) with a feature ``x`` [T, C], float32. It writes ``logits`` [N, U] after the
 // tokens with the numbers ``kept`` [N], and ``features`` [T, C], float32, after all tokens: what ``fly_draft`` carries from
 // step to step, so that both draft the same.
-EXPORT int fly_step(Model* model, const Batch* batch, Span<const char> given, Span<const float> x, Span<const int32_t> kept,
-                    Span<float> logits, Span<float> features) {
+EXPORT int fly_step(Model* model, const Batch* batch, Span<const char> head_states, Span<const float> x,
+                    Span<const int32_t> kept, Span<float> logits, Span<float> features) {
     const Shape& shape = model->shape;
     const int tokens = batch->tokens, width = shape.width;
     if (const int error = within("features of a head", shape.features, 1, MAX_COUNT) ?: within("block", shape.block, 0, 0) ?:
-                          (given.there() ? holds("given", given, tokens, shape.features, value_bytes(model)) :
-                                           holds("x", x, tokens, width)) ?:
+                          (head_states.there() ? holds("head_states", head_states, tokens, shape.features, value_bytes(model)) :
+                                                 holds("x", x, tokens, width)) ?:
                           holds("logits", logits, kept.count(), shape.vocab) ?:
                           holds("features", features, tokens, width))
         return error;
@@ -224,8 +224,8 @@ EXPORT int fly_step(Model* model, const Batch* batch, Span<const char> given, Sp
     });
     if (error || !tokens) return error;
     for (int t = 0; t < tokens; t++) call.carried_at[t] = t;
-    call.given = given.there() ? given.at : nullptr;
-    if (!call.given) copy(model->work.carried, x.at, (long)tokens * width);
+    call.head_states = head_states.there() ? head_states.at : nullptr;
+    if (!call.head_states) copy(model->work.carried, x.at, (long)tokens * width);
     call.kept = kept, call.kept_count = (int)kept.count();
     call.logits = logits;
     call.features = features.at;
@@ -233,16 +233,17 @@ EXPORT int fly_step(Model* model, const Batch* batch, Span<const char> given, Sp
     return OK;
 }
 
-// Reads the context of a block drafter: stores keys and values for the target's hidden states ``given`` [T, F] before each
+// Reads the context of a block drafter: stores keys and values for the target's hidden states [T, F] before each
 // token of the batch, in the type of the drafter's hidden states.
-EXPORT int fly_read(Model* model, const Batch* batch, Span<const char> given) {
-    if (const int error = within("block", model->shape.block, 1, MAX_TILE) ?: check_given(model, batch, given)) return error;
+EXPORT int fly_read(Model* model, const Batch* batch, Span<const char> head_states) {
+    if (const int error = within("block", model->shape.block, 1, MAX_TILE) ?: check_head_states(model, batch, head_states))
+        return error;
     Arena arena;
     const Locked locked(model);
     Call call;
     const int error = prepare(&call, READ, model, batch, &arena, batch->tokens, 0, nullptr, NOTHING);
     if (error || !batch->tokens) return error;
-    call.given = given;
+    call.head_states = head_states;
     start(&call, batch->threads, batch->tokens, 1);
     return OK;
 }
@@ -250,10 +251,11 @@ EXPORT int fly_read(Model* model, const Batch* batch, Span<const char> given) {
 // Reads the context as fly_read does, and then runs a forward over a block of each row. A block begins at its anchor, the
 // row's last token in the batch. Writes the ``hidden`` states of all places [B, block, C], and the uncorrected ``logits``
 // [B, most, U] of the first ``most`` drafts, float32.
-EXPORT int fly_block(Model* model, const Batch* batch, int most, Span<const char> given, Span<char> hidden, Span<float> logits) {
+EXPORT int fly_block(Model* model, const Batch* batch, int most, Span<const char> head_states, Span<char> hidden,
+                     Span<float> logits) {
     const Shape& shape = model->shape;
     const int rows = batch->rows, block = shape.block;
-    if (const int error = within("block", block, 1, MAX_TILE) ?: check_given(model, batch, given) ?:
+    if (const int error = within("block", block, 1, MAX_TILE) ?: check_head_states(model, batch, head_states) ?:
                           within("most", most, 0, block - shape.first) ?: holds("start", batch->start, rows) ?:
                           holds("count", batch->count, rows) ?: check_blocks(model, batch) ?:
                           holds("hidden", hidden, rows, block, shape.width, value_bytes(model)) ?:
@@ -270,7 +272,7 @@ EXPORT int fly_block(Model* model, const Batch* batch, int most, Span<const char
     });
     if (error || !rows) return error;
     for (int i = 0; i < rows * most; i++) kept[i] = i / most * block + shape.first + i % most;
-    call.given = given, call.hidden = hidden, call.logits = logits;
+    call.head_states = head_states, call.hidden = hidden, call.logits = logits;
     call.kept = kept, call.kept_count = rows * most;
     start(&call, batch->threads, batch->tokens + (double)rows * block, 1);
     return OK;
@@ -285,21 +287,21 @@ EXPORT int fly_block(Model* model, const Batch* batch, int most, Span<const char
 // ``raw`` has a span [most, V] or none for each row. A span gets the logits at each token, and zeros after the row's last.
 // A ``lookup`` (or null) changes no token; it copies from ``texts``, which hold the start[b] stored tokens of each row.
 //
-// A draft head is ``given`` the target's hidden states [T, F] before each token of the batch, in the type of the head's
+// A draft head is fed the target's hidden states [T, F] before each token of the batch, in the type of the head's
 // hidden states. It has no lookup. A parallel head drafts all tokens of a row in one forward, and stores a mask token in place
 // of each but the last. Its distributions and logits are over the target's vocabulary.
 EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int32_t> limit,
                      Span<const Span<const int64_t>> stop, Span<int64_t> drafted, Span<int32_t> drafted_count,
                      Span<const Sampling> sampling, Span<const float> uniform, Span<float> distributions,
                      Span<const Span<float>> raw, Lookup* lookup, Span<const Span<const int32_t>> texts,
-                     Span<const Stops> stops, Span<const char> given) {
+                     Span<const Stops> stops, Span<const char> head_states) {
     const Shape& shape = model->shape;
     const int rows = batch->rows;
     if (const int error = within("most", most, 0, MAX_COUNT) ?: holds("limit", limit, rows) ?: holds("stop", stop, rows) ?:
                           holds("drafted", drafted, rows, most) ?: holds("drafted_count", drafted_count, rows) ?:
                           holds("stops", stops, rows) ?: within("masks of a draft", batch->masks.there(), 0, 0) ?:
                           holds("start", batch->start, rows) ?: holds("count", batch->count, rows) ?:
-                          (shape.features ? check_given(model, batch, given) : OK) ?:
+                          (shape.features ? check_head_states(model, batch, head_states) : OK) ?:
                           within("masks that are set", model->masked.at != nullptr, shape.parallel, 1) ?:
                           (shape.block ? check_blocks(model, batch) : OK))
         return error;
@@ -341,7 +343,7 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int3
             call.kept_at = from.take<int32_t>(rows + 1L), call.text = from.take<int32_t*>(rows);
             call.live_token = from.take<int64_t>(tokens), call.live_position = from.take<int64_t>(tokens);
             end = from.take<int32_t>(at_once(shape) ? 0 : text);
-            if (shape.parallel) call.given_at = from.take<int32_t>(tokens);
+            if (shape.parallel) call.head_state_at = from.take<int32_t>(tokens);
             if (!at_once(shape)) return;
             const int rank = padded(shape.rank), act = model->variant->activation_bytes(shape.weights);
             call.anchor = from.take<int64_t>(rows), call.chance = from.take<float>(rows, most);
@@ -356,7 +358,7 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int3
     call.sampling = sampling.there() ? sampling.at : nullptr, call.uniform = uniform, call.distributions = distributions;
     call.raw = raw.there() ? raw.at : nullptr;
     call.lookup = lookup, call.stops = stops;
-    call.given = given.there() ? given.at : nullptr;
+    call.head_states = head_states.there() ? head_states.at : nullptr;
     const int64_t* token = batch->token;
     call.kept_at[0] = 0;
     if (state.bytes > 0) memset(state.at, 0, state.bytes);

@@ -140,7 +140,7 @@ void draft(Call* call, int thread) {
         wait(call);
         if (!thread) {
             if (call->lookup) learn_time(call->lookup, call->tokens, (float)(nanoseconds() - begin));
-            call->given = nullptr;
+            call->head_states = nullptr;
             advance(call);
         }
         wait(call, false);

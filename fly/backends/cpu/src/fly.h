@@ -158,7 +158,7 @@ struct Workspace {
     float* qkv;       // [T, (H + 2G)·D]
     void* normed;     // [T, C], in the type of activations; [T, 2C] of a head
     float* embedded;  // [T, C] of a head
-    void* given;      // [T, F] of a head, in the type of activations
+    void* head_states;  // [T, F] of a head, in the type of activations
     void* attended;   // [T, H·D]
     void* gated;      // [T, intermediate]
     uint8_t* narrow;  // [T, the most inputs of a matrix, padded to 64] inputs of 8 bits; W8A8: plus 128
@@ -244,8 +244,9 @@ struct Call : Batch {
     int32_t states;
     void* read;             // [T, states · C] out: the residual stream there
     float* features;        // [T, C] out: a draft head's features after all tokens; or null
-    const void* given;      // [T, F] inputs of a draft head's first forward, in the type of hidden states; null: ``carried``
-    int32_t* given_at;      // [T] the number of each token's inputs among them, -1: ``masked``; null: in order
+    // [T, F] inputs of a draft head's first forward, in the type of hidden states; null: ``carried``
+    const void* head_states;
+    int32_t* head_state_at;  // [T] the number of each token's inputs among them, -1: ``masked``; null: in order
     // a drafter's loop
     int32_t most;           // columns of ``drafted``
     const int32_t* limit;   // [B] the most tokens to draft

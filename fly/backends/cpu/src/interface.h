@@ -193,7 +193,7 @@ struct Rounds {
     Span<const int32_t> state;  // the numbers of layers after which hidden states are wanted, for draft heads
     int32_t read_before;        // out: tokens fed in the rounds before the last
     int32_t head_drafts;        // draft heads: the most tokens that they draft. A lookup beside them may go on to a row's k
-    Span<const char> given;     // [tokens, F] the hidden states before each token that a head has not stored, row by row
+    Span<const char> head_states;  // [tokens, F] hidden states before each token that a head has not stored, row by row
     Span<char> read;            // [most · B · (k + 1), F] out: hidden states of every round's tokens, row after row
 };
 

@@ -119,14 +119,14 @@ inline void fuse(Call* call, int thread, const Scratch& s, Range mine, const Mat
     Model* model = call->model;
     const Shape& shape = model->shape;
     Workspace& work = model->work;
-    const long width = shape.width, given = padded(shape.features);
+    const long width = shape.width, padded_width = padded(shape.features);
     for (int t = mine.from; t < mine.to; t++) {
-        const long at = call->tile_at + t, number = call->given_at ? call->given_at[at] : at;
-        const H* from = number < 0 ? (const H*)model->masked.at : (const H*)call->given + number * shape.features;
-        convert(from, shape.features, (Act*)work.given + t * given, (int)given);
+        const long at = call->tile_at + t, number = call->head_state_at ? call->head_state_at[at] : at;
+        const H* from = number < 0 ? (const H*)model->masked.at : (const H*)call->head_states + number * shape.features;
+        convert(from, shape.features, (Act*)work.head_states + t * padded_width, (int)padded_width);
     }
     wait(call);
-    product<Wt>(call, thread, s, (const Act*)work.given, given, call->tile_tokens, model->fuse, next,
+    product<Wt>(call, thread, s, (const Act*)work.head_states, padded_width, call->tile_tokens, model->fuse, next,
                 [&](int row, int panel, const float* sums) {
                     memcpy(work.x + row * width + panel * PANEL, sums, PANEL * sizeof(float));
                 });
@@ -146,9 +146,9 @@ inline void combine(Call* call, int thread, const Scratch& s, Range mine) {
     for (int t = mine.from; t < mine.to; t++) {
         const long at = call->tile_at + t;
         embed<Wt>(model, call->token[at], work.embedded + t * width);
-        if (!call->given) memcpy(work.x + t * width, work.carried + call->carried_at[at] * width, width * sizeof(float));
+        if (!call->head_states) memcpy(work.x + t * width, work.carried + call->carried_at[at] * width, width * sizeof(float));
     }
-    if (call->given) fuse<Wt, H>(call, thread, s, mine, layer.qkv);
+    if (call->head_states) fuse<Wt, H>(call, thread, s, mine, layer.qkv);
     for (int t = mine.from; t < mine.to; t++) {
         float* x = work.x + t * width;
         Act* both = (Act*)work.normed + 2 * t * width;

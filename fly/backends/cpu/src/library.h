@@ -130,6 +130,6 @@ EXPORT int fly_draft(fly::Model* model, const fly::Batch* batch, int most, fly::
                      fly::Span<const float> uniform, fly::Span<float> distributions,
                      fly::Span<const fly::Span<float>> raw, fly::Lookup* lookup,
                      fly::Span<const fly::Span<const int32_t>> texts, fly::Span<const fly::Stops> stops,
-                     fly::Span<const char> given);
-EXPORT int fly_step(fly::Model* model, const fly::Batch* batch, fly::Span<const char> given, fly::Span<const float> x,
+                     fly::Span<const char> head_states);
+EXPORT int fly_step(fly::Model* model, const fly::Batch* batch, fly::Span<const char> head_states, fly::Span<const float> x,
                     fly::Span<const int32_t> kept, fly::Span<float> logits, fly::Span<float> features);

@@ -133,7 +133,7 @@ int fly::make_room(Model* model, int tokens, int last_rows, int longest, int thr
                 const bool drafts = combines(shape);
                 work.x = from.take<float>(tile, width);
                 work.embedded = from.take<float>(drafts ? tile : 0, width);
-                work.given = from.take<char>(tile, padded(shape.features), act);
+                work.head_states = from.take<char>(tile, padded(shape.features), act);
                 work.part = from.take<float>(adds_apart(model) ? tile : 0, width);
                 work.qkv = from.take<float>(tile, layer.qkv.panels, PANEL);
                 work.normed = from.take<char>(drafts ? 2 : 1, tile, width, act);

@@ -34,7 +34,7 @@ void Series::choose_drafts() {
             // them.
             const int i = draft.batch.rows;
             const long known = draft.batch.tokens * state_bytes;
-            if (heads) copy(given + known, states[b], (row.length - row.draft_start) * state_bytes);
+            if (heads) copy(head_states + known, states[b], (row.length - row.draft_start) * state_bytes);
             draft.add(*draft_batch, b, row.text, row.draft_start, row.length, row.first);
             texts[i] = row.copied;
             limit[i] = most, args->longest = max_of(args->longest, heads && lookup ? wanted : most);
@@ -93,7 +93,7 @@ int Series::propose() {
     }
     if (const int error = fly_draft(drafter, &draft.batch, args->longest, limit, stop, chain, proposed,
                                     draws ? drawing : Span<Sampling>(), coins, args->distributions, raw, heads ? nullptr : lookup, texts, stops,
-                                    given))
+                                    head_states))
         return error;
     for (int i = 0; i < drafting_rows; i++) {
         const int b = draft.row[i], n = drafts[b] = heads && lookup ? look_beside(i) : proposed[i];

@@ -59,7 +59,7 @@ struct Series {
     Span<Span<const int64_t>> stop;
     Span<Span<const int32_t>> texts;
     Span<Span<float>> raw;
-    Span<char> given;          // hidden states to feed a draft head
+    Span<char> head_states;    // hidden states to feed a draft head
     Span<const char*> states;  // [B] the hidden states of each row's tokens that the head has not stored
 
     Series(Rounds* rounds, Model* whole, const Batch* of, Model* small, const Batch* draft_of, Lookup* looks)
@@ -118,7 +118,7 @@ struct Series {
             if (const int bad = check(row)) return bad;
             if (drafter) behind += row.length - row.draft_start, fed += row.length - row.draft_start + k + 1;
         }
-        if (const int bad = (heads ? holds("given", args->given, behind, state_bytes) : OK) ?:
+        if (const int bad = (heads ? holds("head_states", args->head_states, behind, state_bytes) : OK) ?:
                             lay_out(&arena, "rounds", false, [&](Dealer& from) {
                                 scored.take_memory(from, rows, new_tokens), draft.take_memory(from, rows, fed);
                                 limit = from.take<int32_t>(rows), drafts = from.take<int32_t>(rows);
@@ -128,10 +128,10 @@ struct Series {
                                 drawing = from.take<Sampling>(rows), stops = from.take<Stops>(rows);
                                 texts = from.take<Span<const int32_t>>(rows), states = from.take<const char*>(rows);
                                 raw = from.take<Span<float>>(rows);
-                                given = from.take<char>(heads ? fed : 0, state_bytes);
+                                head_states = from.take<char>(heads ? fed : 0, state_bytes);
                             }))
             return bad;
-        const char* from = args->given;
+        const char* from = args->head_states;
         for (int b = 0; heads && b < rows; b++) {
             states[b] = from;
             from += (args->row[b].length - args->row[b].draft_start) * state_bytes;

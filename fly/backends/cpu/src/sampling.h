@@ -61,10 +61,10 @@ struct Kept {
 
 // Applies top-k, top-p and min-p as ``how`` says. Leaves the logits in ``spread`` [2, room], and the mass of each kept
 // one, with zeros for the others. (top-k counts in floats, which are exact up to 2^24.)
-inline Kept keep(const Sampling& how, const float* given, int vocab, float* spread) {
+inline Kept keep(const Sampling& how, const float* raw, int vocab, float* spread) {
     const int room = padded(vocab);
     float *logits = spread, *mass = spread + room;
-    memcpy(logits, given, vocab * sizeof(float));
+    memcpy(logits, raw, vocab * sizeof(float));
     for (int v = vocab; v < room; v++) logits[v] = -__builtin_inff();
     Vec most = set1(-__builtin_inff());
     for (int v = 0; v < room; v += W) most = larger(most, ld(logits + v));
@@ -114,9 +114,9 @@ inline int64_t pick(const float* distribution, int vocab, float uniform) {
 }
 
 // The processed distribution of logits, in the second half of ``spread`` [2, V padded]. ``peak`` is its largest probability.
-inline float* distribution_of(const Sampling& how, const float* given, int vocab, float* spread, float* peak = nullptr) {
+inline float* distribution_of(const Sampling& how, const float* raw, int vocab, float* spread, float* peak = nullptr) {
     const int room = padded(vocab);
-    const Kept kept = keep(how, given, vocab, spread);
+    const Kept kept = keep(how, raw, vocab, spread);
     if (peak) *peak = 1 / kept.total;
     const Vec total = set1(kept.total);
     float* mass = spread + room;

@@ -145,10 +145,10 @@ def find_kept_kernel(
                     above_S += tl.sum(tl.where(_key(x_X)[None, :] > border_S[:, None], mass_X[None, :], 0.0), 1)
                 low += tl.sum((above_S >= top_p * total).to(tl.int32), 0) * part
                 part = part >> 4
-            found = (low ^ ((low >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+            candidate = (low ^ ((low >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
             # Keep all logits if rounding leaves too little mass, and cut nothing if there is a NaN.
-            found = tl.where(found == found, found, -infinity)
-            least = tl.maximum(least, tl.minimum(found, peak))
+            candidate = tl.where(candidate == candidate, candidate, -infinity)
+            least = tl.maximum(least, tl.minimum(candidate, peak))
     if min_p_ptr is not None:
         least = tl.maximum(least, peak + temperature * tl.log(tl.load(min_p_ptr + row)))
     total = zero
@@ -220,8 +220,8 @@ def draw_kernel(probs_ptr, uniform_ptr, token_ptr, row_stride, V: tl.constexpr, 
         last = tl.maximum(last, tl.max(tl.where(mass_X > 0, start + at_X, 0), 0).to(tl.int64))
         if (token == V) & (before + mass > sought):
             above_X = (before + tl.cumsum(mass_X, 0) > sought) & (mass_X > 0)
-            found = tl.min(tl.where(above_X, start + at_X, V), 0).to(tl.int64)
-            token = tl.where(found < V, found, last)  # rounding may leave none
+            crossing = tl.min(tl.where(above_X, start + at_X, V), 0).to(tl.int64)
+            token = tl.where(crossing < V, crossing, last)  # rounding may leave none
         before += mass
     tl.store(token_ptr + row, tl.where(token < V, token, last))
 
