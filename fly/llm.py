@@ -519,9 +519,8 @@ class LLM:
             raise ValueError(f"priority {priority!r} must be an integer, smaller first")
         if streamed and self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it has no text to stream; use generate with token ids")
-        rules: AcceptancePolicy | list[AcceptancePolicy] = self.policy
-        if policy is not None:
-            rules = [as_policy(each) for each in policy] if isinstance(policy, (list, tuple)) else as_policy(policy)
+        rule = self.policy if policy is None else policy
+        rules = [as_policy(each) for each in rule] if isinstance(rule, (list, tuple)) else as_policy(rule)
         row_settings = zip(
             prompt_list,
             _one_each(self.default_params if params is None else params, len(prompt_list), "params"),

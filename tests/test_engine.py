@@ -437,7 +437,7 @@ def test_sampled_completions_follow_the_targets_distribution() -> None:
 
 def test_a_rule_that_tosses_coins_tosses_them_at_temperature_0_too() -> None:
     """And the same ones alone as beside a row that samples."""
-    judge = TorchExecutor(TARGET).decide
+    decide_rows = TorchExecutor(TARGET).decide
     logits_BJV = torch.zeros(1, 2, 5)
     logits_BJV[..., 3] = 9.0
     stood = 0
@@ -445,10 +445,10 @@ def test_a_rule_that_tosses_coins_tosses_them_at_temperature_0_too() -> None:
         row = Row([1], 1, SamplingParams(temperature=0.0), AdditiveSlack(eps=0.25), seed=seed, k=1)
         other = Row([1], 1, SamplingParams(temperature=1.0), AdditiveSlack(eps=0.25), seed=7, k=1)
         draft = Draft(torch.tensor([[2]]), torch.tensor([1]))
-        (alone,) = judge([row], Target(logits_BJV), draft)
+        (alone,) = decide_rows([row], Target(logits_BJV), draft)
         distribution = BatchSampling.of([row.params, other.params]).on(logits_BJV.expand(2, -1, -1))
         both = Target(logits_BJV.expand(2, -1, -1), distribution, greedy_B=torch.tensor([True, False]))
-        beside, _ = judge([row, other], both, Draft(torch.tensor([[2], [2]]), torch.tensor([1, 1])))
+        beside, _ = decide_rows([row, other], both, Draft(torch.tensor([[2], [2]]), torch.tensor([1, 1])))
         assert len(alone.path) == len(beside.path)
         stood += len(alone.path)
     assert 70 < stood < 130

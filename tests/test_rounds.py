@@ -312,17 +312,17 @@ def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_a_rule_that_only_python_knows_leaves_other_rows_to_compiled_code(
     monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
-    judged: list[int] = []
-    judge = TARGET.decide
-    monkeypatch.setattr(TARGET, "decide", lambda rows, *rest: judged.append(len(rows)) or judge(rows, *rest))
+    decided: list[int] = []
+    decide = TARGET.decide
+    monkeypatch.setattr(TARGET, "decide", lambda rows, *rest: decided.append(len(rows)) or decide(rows, *rest))
     calls = calls_of(monkeypatch)
     params = SamplingParams(temperature=temperature, max_tokens=30, seed=1, ignore_eos=True)
     prompts = [[1, 2, first] for first in range(6)]
     rules = [parse_policy("lossy(lenience=3)"), *[Exact()] * 5]
     together = LLM(TARGET, SingleDraft(DRAFTS[0]), k=4).generate(prompts, params, policy=rules)
     rounds = len(calls)
-    # Only the first row's blocks are judged in Python, and the first round of all, which reads the prompts.
-    assert rounds > 5 and judged[0] == 6 and set(judged[1:]) == {1}
+    # Only the first row's blocks are decided in Python, and the first round of all, which reads the prompts.
+    assert rounds > 5 and decided[0] == 6 and set(decided[1:]) == {1}
     alone = [
         LLM(TARGET, SingleDraft(DRAFTS[0]), k=4).generate([prompt], params, policy=rule)[0]
         for prompt, rule in zip(prompts, rules)

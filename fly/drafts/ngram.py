@@ -84,7 +84,6 @@ class NGramDraft(DraftStrategy):
         self.longest = longest
         self.shortest = shortest
         self.k = k
-        self.lookup = Lookup(longest, shortest, k)  # the same in the form that executors take
         self._indices: dict[int, Index] = {}
 
     def propose(self, rows: abc.Sequence[Row], max_len: abc.Sequence[int]) -> Draft:
@@ -95,6 +94,11 @@ class NGramDraft(DraftStrategy):
             copied = self._indices[row.id].copied(row.tokens, min(most, self.k))
             drafts.append(until_end(copied, row))
         return Draft.of(drafts)
+
+    @property
+    def lookup(self) -> Lookup:
+        """The settings in the form that executors take."""
+        return Lookup(self.longest, self.shortest, self.k)
 
     def continuation(self, rows: abc.Sequence[Row]) -> Continuation | None:
         spec = DraftSpec(lookup=self.lookup)

@@ -174,9 +174,10 @@ class AcceptancePolicy(Bindable, ABC):
         return torch.zeros_like(agree_BK)
 
     @property
-    def excuses(self) -> bool:
-        """Whether it may excuse a mismatch: it has a ``relaxation``, or a ``relax`` of its own."""
-        return self.relaxation is not None or type(self).relax is not AcceptancePolicy.relax
+    def may_excuse(self) -> bool:
+        """Whether it may excuse a mismatch: it has a ``relaxation``, or a ``relax`` or ``excused`` of its own."""
+        kind, plain = type(self), AcceptancePolicy
+        return self.relaxation is not None or kind.relax is not plain.relax or kind.excused is not plain.excused
 
     def excused(self, block: Block) -> Tensor:
         """Return which mismatches ``relaxation`` excuses, or ``relax`` if there is none, bool [B, K]. A banned token is
@@ -224,7 +225,7 @@ class AcceptancePolicy(Bindable, ABC):
         kept_BK = (noise.accept_BK < chance_BK) & mask_BK
         # Excuse mismatches, if the policy excuses any.
         block = Block(target, draft, kept_BK)
-        stands_BK = kept_BK | (self.excused(block) & mask_BK) if self.excuses else kept_BK
+        stands_BK = kept_BK | (self.excused(block) & mask_BK) if self.may_excuse else kept_BK
         # A kept token counts as relaxed if the exact rule rejects it with the same coin.
         exact_BK = kept_BK
         if self.core.guarantee is not Guarantee.LOSSLESS:

@@ -195,12 +195,12 @@ def _pad_paths(paths: list[list[int]], device: torch.device) -> tuple[Tensor, Te
     return lengths_and_paths[:, 1:], lengths_and_paths[:, 0]
 
 
-def _at_tokens(found_PD: Tensor, rows_P1: Tensor, path_PD: Tensor, counted_PD: Tensor, draft: Draft) -> Tensor:
+def _at_tokens(values_PD: Tensor, rows_P1: Tensor, path_PD: Tensor, counted_PD: Tensor, draft: Draft) -> Tensor:
     """Sum, for each token, the values that paths have at it, int64 [B, K]. Only values where ``counted_PD`` count."""
     rows, longest = draft.tokens_BK.shape
     at_PD = rows_P1 * (longest + 1) + torch.where(counted_PD, path_PD, longest)  # the last column collects the others
     sums_N = torch.zeros(rows * (longest + 1), dtype=torch.int64, device=path_PD.device)
-    return sums_N.scatter_add_(0, at_PD.flatten(), found_PD.long().flatten()).view(rows, -1)[:, :longest]
+    return sums_N.scatter_add_(0, at_PD.flatten(), values_PD.long().flatten()).view(rows, -1)[:, :longest]
 
 
 def _along_paths(target: Target, rows_P1: Tensor, path_PD: Tensor, numbers: list[int]) -> Target:
@@ -267,7 +267,7 @@ def _excuse(
     policy: AcceptancePolicy, target: Target, draft: Draft, trees: list[list[int]], kept_BK: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return which tokens are excused along at least one path through them, bool [B, K], and where each clause held."""
-    paths = [(b, path) for b, tree in enumerate(trees) for path in leaf_paths(tree)] if policy.excuses else []
+    paths = [(b, path) for b, tree in enumerate(trees) for path in leaf_paths(tree)] if policy.may_excuse else []
     if not paths:
         return torch.zeros_like(kept_BK), {}
     # Treat each path from the row to a leaf as a chain. A token agrees if the policy keeps it.
@@ -279,8 +279,8 @@ def _excuse(
     agree_PD = kept_BK[rows_P1, path_PD] & chain.mask_BK()
     block = Block(_along_paths(target, rows_P1, path_PD, numbers), chain, agree_PD)
 
-    def anywhere(found_PD: Tensor) -> Tensor:
-        return _at_tokens(found_PD, rows_P1, path_PD, chain.mask_BK(), draft) > 0
+    def anywhere(held_PD: Tensor) -> Tensor:
+        return _at_tokens(held_PD, rows_P1, path_PD, chain.mask_BK(), draft) > 0
 
     return anywhere(policy.excused(block)), {name: anywhere(held_PD) for name, held_PD in block.clauses.items()}
 

@@ -139,14 +139,14 @@ class Completion:
         choice = self.choices[news.index]
         # Split the text into thinking, text and tool calls.
         for token, text in news.pieces:
-            self._add_found(choice, choice.splitter.push(text))
+            self._add_parts(choice, choice.splitter.push(text))
             choice.tokens.append((token, text, choice.blocks))
         if news.pieces:
             choice.blocks += 1
             choice.generated += len(news.pieces)
         choice.logprobs += news.logprobs
         if news.over:
-            self._add_found(choice, choice.splitter.finish(news.rest))
+            self._add_parts(choice, choice.splitter.finish(news.rest))
             if choice.reader is not None:
                 self._add_calls(choice, choice.reader.finish())
         # Count what speculation did.
@@ -163,7 +163,7 @@ class Completion:
             self._accepted += stats.accepted
         return choice
 
-    def _add_found(self, choice: Choice, parts: list[tuple[Kind, str]]) -> None:
+    def _add_parts(self, choice: Choice, parts: list[tuple[Kind, str]]) -> None:
         for kind, text in parts:
             if kind == "reasoning":
                 choice.reasoning += text

@@ -198,10 +198,10 @@ EXPORT int fly_score(Model* model, const Batch* batch, Span<const int32_t> kept,
     return OK;
 }
 
-// A step of a draft head. Each token of the batch is fed with the target's hidden states [T, F] (``head_states``), in the type
-// of the head's hidden states, or (if none) with a feature ``x`` [T, C], float32. It writes ``logits`` [N, U] after the
-// tokens with the numbers ``kept`` [N], and ``features`` [T, C], float32, after all tokens: what ``fly_draft`` carries from
-// step to step, so that both draft the same.
+// A step of a draft head. Each token of the batch is fed with the target's hidden states ``head_states`` [T, F], in the type of the
+// head's own, or (if there are none) with a feature ``x`` [T, C], float32. It writes ``logits`` [N, U] after the tokens
+// with the numbers ``kept`` [N], and ``features`` [T, C], float32, after all tokens: what ``fly_draft`` carries from step to
+// step, so that both draft the same.
 EXPORT int fly_step(Model* model, const Batch* batch, Span<const char> head_states, Span<const float> x,
                     Span<const int32_t> kept, Span<float> logits, Span<float> features) {
     const Shape& shape = model->shape;

@@ -119,14 +119,14 @@ inline void fuse(Call* call, int thread, const Scratch& s, Range mine, const Mat
     Model* model = call->model;
     const Shape& shape = model->shape;
     Workspace& work = model->work;
-    const long width = shape.width, padded_width = padded(shape.features);
+    const long width = shape.width, padded_features = padded(shape.features);
     for (int t = mine.from; t < mine.to; t++) {
         const long at = call->tile_at + t, number = call->head_state_at ? call->head_state_at[at] : at;
         const H* from = number < 0 ? (const H*)model->masked.at : (const H*)call->head_states + number * shape.features;
-        convert(from, shape.features, (Act*)work.head_states + t * padded_width, (int)padded_width);
+        convert(from, shape.features, (Act*)work.head_states + t * padded_features, (int)padded_features);
     }
     wait(call);
-    product<Wt>(call, thread, s, (const Act*)work.head_states, padded_width, call->tile_tokens, model->fuse, next,
+    product<Wt>(call, thread, s, (const Act*)work.head_states, padded_features, call->tile_tokens, model->fuse, next,
                 [&](int row, int panel, const float* sums) {
                     memcpy(work.x + row * width + panel * PANEL, sums, PANEL * sizeof(float));
                 });
