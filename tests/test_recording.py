@@ -146,10 +146,10 @@ class Watching(Recorder):
     seen: ClassVar[list[Seen]] = []
 
     def decide_group(self, policy: Any, target: Target, draft: Draft, *rest: Any) -> list[Decision]:
-        found = super().decide_group(policy, target, draft, *rest)
+        decisions = super().decide_group(policy, target, draft, *rest)
         outputs = None if draft.logits_BKV is None else draft.logits_BKV[0].clone()
         Watching.seen.append((target.logits_BKV[0].clone(), draft.chains[0], rest[1][0], outputs))
-        return found
+        return decisions
 
 
 PLAN = {

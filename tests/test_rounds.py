@@ -321,7 +321,8 @@ def test_a_rule_that_only_python_knows_leaves_other_rows_to_compiled_code(
     rules = [parse_policy("lossy(lenience=3)"), *[Exact()] * 5]
     together = LLM(TARGET, SingleDraft(DRAFTS[0]), k=4).generate(prompts, params, policy=rules)
     rounds = len(calls)
-    # Only the first row's blocks are decided in Python, and the first round of all, which reads the prompts.
+    # Python decides the first round of all six rows, which reads the prompts. After it, Python decides the blocks of
+    # the first row alone.
     assert rounds > 5 and decided[0] == 6 and set(decided[1:]) == {1}
     alone = [
         LLM(TARGET, SingleDraft(DRAFTS[0]), k=4).generate([prompt], params, policy=rule)[0]

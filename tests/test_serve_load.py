@@ -173,7 +173,8 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     with running("none", options={"max_rows": 1}, max_waiting=1) as server:
         worker = server.service.llm.worker
         server.service.llm.engine.stretch = 0
-        # whatever the machine, the first is not over before the third has come: without a draft, each token is a step
+        # Each step takes 20 ms or more, and each token a step. So the first request still runs when the third comes, on
+        # any machine.
         worker.watch = lambda: time.sleep(0.02)
 
         async def crowd() -> None:

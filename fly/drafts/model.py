@@ -159,11 +159,11 @@ class SingleDraft(StopsByChance):
         going = list[Row]()
         lengths = list[int]()
         for b, (row, n) in enumerate(zip(rows, max_len)):
-            most = min(n, k, self.runner.context - len(row.tokens))
-            if most > 0:
+            length = min(n, k, self.runner.context - len(row.tokens))
+            if length > 0:
                 active.append(b)
                 going.append(row)
-                lengths.append(most)
+                lengths.append(length)
         if not active:
             return Draft.empty(len(rows), self.runner.executor.device)
         greedy = all(row.greedy for row in going)
@@ -177,8 +177,12 @@ class SingleDraft(StopsByChance):
         if not greedy and spec.tree is None:
             sampling = BatchSampling.of([row.params for row in going])
         seeds = [seed_of(row) for row in going]
-        alone = self.runner.extend
-        drafted = draft_apart(is_alone, alone, self._draft_in_rounds, going, spec, lengths, sampling, seeds)
+        drafted = draft_apart(
+            is_alone,
+            lambda _, *columns: self.runner.extend(*columns),
+            lambda _, *columns: self._draft_in_rounds(*columns),
+            going, spec, lengths, sampling, seeds,
+        )  # fmt: skip
         return drafted_of(len(rows), active, drafted)
 
     def continuation(self, rows: abc.Sequence[Row], worth: float = 0.0) -> Continuation | None:

@@ -175,7 +175,8 @@ class AcceptancePolicy(Bindable, ABC):
 
     @property
     def may_excuse(self) -> bool:
-        """Whether it may excuse a mismatch: it has a ``relaxation``, or a ``relax`` or ``excused`` of its own."""
+        """Whether the policy may excuse a mismatch. It may if it has a ``relaxation``, or if its class overrides
+        ``relax`` or ``excused``."""
         kind, plain = type(self), AcceptancePolicy
         return self.relaxation is not None or kind.relax is not plain.relax or kind.excused is not plain.excused
 

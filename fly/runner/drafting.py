@@ -372,8 +372,10 @@ def pad_rows(rows: abc.Sequence[list[Tensor]]) -> Tensor | None:
     return stacked_BKV
 
 
-# Drafts chains for some rows: takes what ``Runner.extend`` takes.
-Way = Callable[[abc.Sequence[Row], DraftSpec, abc.Sequence[int], BatchSampling | None, abc.Sequence[int]], Drafted]
+# Drafts chains for some rows: takes their numbers, and then what ``Runner.extend`` takes.
+Way = Callable[
+    [list[int], abc.Sequence[Row], DraftSpec, abc.Sequence[int], BatchSampling | None, abc.Sequence[int]], Drafted
+]
 
 
 def draft_apart(
@@ -389,9 +391,9 @@ def draft_apart(
     """Draft chains in the ``first`` way for the rows where ``is_first``, and in the ``second`` way for the others. So a
     row's way does not depend on the rows beside it. Return the drafts in the order of the rows."""
     if all(is_first):
-        return first(rows, spec, max_len, sampling, seeds)
+        return first([*range(len(rows))], rows, spec, max_len, sampling, seeds)
     if not any(is_first):
-        return second(rows, spec, max_len, sampling, seeds)
+        return second([*range(len(rows))], rows, spec, max_len, sampling, seeds)
     part_of = dict[int, tuple[Drafted, int]]()  # for each row, the draft that it is in, and its number there
     for kind, way in ((True, first), (False, second)):
         numbers = [b for b, each in enumerate(is_first) if each is kind]
@@ -399,7 +401,7 @@ def draft_apart(
         lengths = [max_len[b] for b in numbers]
         some_seeds = [seeds[b] for b in numbers] if seeds else ()
         some_sampling = None if sampling is None else BatchSampling.of([row.params for row in some_rows])
-        part = way(some_rows, spec.rows(numbers), lengths, some_sampling, some_seeds)
+        part = way(numbers, some_rows, spec.rows(numbers), lengths, some_sampling, some_seeds)
         part_of |= {b: (part, at) for at, b in enumerate(numbers)}
     chains = list[list[int]]()
     probs = list[list[Tensor]]()

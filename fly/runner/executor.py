@@ -554,19 +554,18 @@ class BlockHead(Head):
         if not isinstance(follow, Marginals):
             return draft_chains(self, follow, spec, rows, max_len, sampling, seeds)
         logits_BKV = follow.logits_BKV
-        number_of = {row: b for b, row in enumerate(rows)}
 
-        def logits_of(some_rows: abc.Sequence[Row]) -> Tensor:
-            if len(some_rows) == len(rows):
-                return logits_BKV
-            return logits_BKV[self.numbers([number_of[row] for row in some_rows])]
+        def logits_of(numbers: list[int]) -> Tensor:
+            return logits_BKV if len(numbers) == len(rows) else logits_BKV[self.numbers(numbers)]
 
         return draft_apart(
             list(map(constrains, rows)),
-            lambda some_rows, spec, *columns: draft_chains(
-                self, Marginals(logits_of(some_rows)), spec, some_rows, *columns
+            lambda numbers, some_rows, spec, *columns: draft_chains(
+                self, Marginals(logits_of(numbers)), spec, some_rows, *columns
             ),
-            lambda some_rows, spec, *columns: draft_at_once(self, logits_of(some_rows), spec, some_rows, *columns),
+            lambda numbers, some_rows, spec, *columns: draft_at_once(
+                self, logits_of(numbers), spec, some_rows, *columns
+            ),
             rows, spec, max_len, sampling, seeds,
         )  # fmt: skip
 

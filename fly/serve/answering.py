@@ -93,8 +93,8 @@ class Answering:
         return None
 
     async def write(self, pieces: Iterator[bytes], entries: int) -> list[bytes]:
-        """Collect the ``pieces`` of about ``entries`` entries. Many entries are collected in a
-        thread, in turns with other clients' work. Raises ``ClientLeft``."""
+        """Collect ``pieces``, which have about ``entries`` JSON entries in all. If these are many, a thread collects
+        them, in turns with other clients' work. Raises ``ClientLeft``."""
         if entries <= _FEW:
             return list(pieces)
         parts = await self._turns.collect(self._client, pieces, lambda: self.left)

@@ -63,7 +63,7 @@ class Turns:
             self._forget(client)
 
     async def collect(self, client: str, pieces: Iterator[bytes], left: Callable[[], bool]) -> list[bytes]:
-        """Collect what ``pieces`` yields, for one slice of time per turn. Stop early once ``left()`` is true."""
+        """Collect all ``pieces``, for one slice of time in each turn. Stop early once ``left()`` is true."""
         parts: list[bytes] = []
 
         def collect_slice() -> bool:

@@ -111,24 +111,21 @@ def draft_compiled(
     method in question: trees, and rows with penalties, bans or forms, which change logits in Python.
     """
 
-    number_of = {row: b for b, row in enumerate(rows)}
-
-    def part_of(some_rows: abc.Sequence[Row]) -> tuple[Batch, Tensor | None]:
+    def part_of(numbers: list[int]) -> tuple[Batch, Tensor | None]:
         """Return the batch of some rows, and the hidden states of their tokens."""
-        numbers = [number_of[row] for row in some_rows]
         part = batch.rows(numbers)
         return part, states_TF if part is batch or states_TF is None else states_TF[batch.places(numbers)]
 
-    def draft_in_steps(some_rows: abc.Sequence[Row], spec: DraftSpec, *columns: Any) -> Drafted:
-        part, part_TF = part_of(some_rows)
+    def draft_in_steps(numbers: list[int], some_rows: abc.Sequence[Row], spec: DraftSpec, *columns: Any) -> Drafted:
+        part, part_TF = part_of(numbers)
         return step_by_step(part, *([] if part_TF is None else [part_TF]), spec, some_rows, *columns)
 
-    def draft_in_one_call(some_rows: abc.Sequence[Row], spec: DraftSpec, *columns: Any) -> Drafted:
-        part, part_TF = part_of(some_rows)
+    def draft_in_one_call(numbers: list[int], some_rows: abc.Sequence[Row], spec: DraftSpec, *columns: Any) -> Drafted:
+        part, part_TF = part_of(numbers)
         return _call_library(packed, lookup, part, part_TF, spec, some_rows, *columns)
 
     if spec.tree is not None:
-        return draft_in_steps(rows, spec, max_len, sampling, seeds)
+        return draft_in_steps([*range(len(rows))], rows, spec, max_len, sampling, seeds)
     is_constrained = list(map(constrains, rows))
     return draft_apart(is_constrained, draft_in_steps, draft_in_one_call, rows, spec, max_len, sampling, seeds)
 

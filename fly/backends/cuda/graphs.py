@@ -140,19 +140,19 @@ class Shared:
     """Memory that the rounds of all shapes share. A round owns it until it ends; the next one overwrites it."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def lend(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory of this shape. If there is too little, new memory is allocated; earlier borrowers keep the
         old."""
-        size, buffer = math.prod(shape), self._found.get((name, dtype))
+        size, buffer = math.prod(shape), self._buffers.get((name, dtype))
         if buffer is None or len(buffer) < size:
-            buffer = self._found[name, dtype] = torch.zeros(size, dtype=dtype, device=device)
+            buffer = self._buffers[name, dtype] = torch.zeros(size, dtype=dtype, device=device)
         return buffer[:size].view(shape)
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._found.values())
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
 
 def upload_into(memory: Tensor, values: Tensor) -> None:

@@ -68,9 +68,9 @@ def is_plain(token: str) -> bool:
 
 
 def reported(place: Place, count: int) -> dict[str, float]:
-    """Return the head: the most likely tokens with their probabilities. The last fifth of the ``count`` tokens is left
-    out. Servers always list the drawn token, and several tokens may share a text, but the head must not depend on the
-    drawn token."""
+    """Return the most likely of the ``count`` tokens that a server lists, with their probabilities: all but the last
+    fifth. A server also lists the token that it drew, and several tokens may share a text. Neither may change what is
+    returned here."""
     return {token: math.exp(value) for token, value in place.top[: max(1, count - max(1, count // 5))]}
 
 

@@ -43,14 +43,14 @@ def _draw(
 
 
 def _make_finding(
-    name: str, draws: Sequence[Draw], evidence: Evidence, p: float, finds: str, share: float | None
+    name: str, draws: Sequence[Draw], outcome: Evidence, p: float, finds: str, share: float | None
 ) -> Finding:
     """Make a finding about draws. Whether it fails is decided later, over the p-values of all findings."""
-    detail = f"{evidence.worst}: {evidence.example}" if evidence.p <= p else ""
+    detail = f"{outcome.worst}: {outcome.example}" if outcome.p <= p else ""
     verdict = Verdict.PASS if finds else Verdict.UNDECIDED
-    figures = {"tokens": len(draws), "worst": evidence.worst if evidence.p <= p else None}
+    figures = {"tokens": len(draws), "worst": outcome.worst if outcome.p <= p else None}
     finds = finds or "too few open places"
-    return Finding(name, "", verdict, f"{len(draws):,} tokens", evidence.p, finds, detail, figures, share)
+    return Finding(name, "", verdict, f"{len(draws):,} tokens", outcome.p, finds, detail, figures, share)
 
 
 @check(

@@ -106,7 +106,8 @@ class Grid:
         pieces: Mapping[str, Sequence[Any]],
         context: Callable[[list[Any]], Any] = lambda items: None,
     ) -> Iterator[Any]:
-        """Yield the results of ``pieces`` by actors of a kind. The ``arguments`` of all of them are sent once."""
+        """Let actors of a kind work on ``pieces``, and yield their results. All actors are made with the same
+        ``arguments``, which are sent once."""
         shared, actor = [ray.put(each) for each in arguments], ray.remote(kind).options(**self._resources)
         return self._pool.run(lambda: actor.remote(os.getcwd(), *shared), pieces, context)
 

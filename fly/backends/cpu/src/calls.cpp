@@ -198,10 +198,10 @@ EXPORT int fly_score(Model* model, const Batch* batch, Span<const int32_t> kept,
     return OK;
 }
 
-// A step of a draft head. Each token of the batch is fed with the target's hidden states ``head_states`` [T, F], in the type of the
-// head's own, or (if there are none) with a feature ``x`` [T, C], float32. It writes ``logits`` [N, U] after the tokens
-// with the numbers ``kept`` [N], and ``features`` [T, C], float32, after all tokens: what ``fly_draft`` carries from step to
-// step, so that both draft the same.
+// A step of a draft head. It reads ``head_states`` [T, F], the target's hidden states before each token of the batch, in the
+// type of the head's own. If there are none, it reads ``x`` [T, C] in float32, a feature for each token. It writes
+// ``logits`` [N, U] after the tokens numbered ``kept`` [N], and ``features`` [T, C] in float32 after all tokens.
+// ``fly_draft`` carries the same features from step to step, so it drafts the same.
 EXPORT int fly_step(Model* model, const Batch* batch, Span<const char> head_states, Span<const float> x,
                     Span<const int32_t> kept, Span<float> logits, Span<float> features) {
     const Shape& shape = model->shape;
