@@ -592,8 +592,8 @@ def test_neighbours_of_a_rule_that_reads_logits_keep_their_lookup(
     for row, draft, (text, reads) in zip(rows, together, asked):
         assert draft == ([] if reads else propose([row])[0])
         event("copied" if draft else "reads" if reads else "nothing to copy")
-        if not reads and text[-4:-2] == text[-2:]:
-            assert len(draft) == most
+        if not reads and text[-4:-2] == text[-2:]:  # suffix decoding copies as many tokens as match
+            assert len(draft) >= min(most, 2)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -107,7 +107,7 @@ def make_strategy(name: str, ending: str = "") -> DraftStrategy | None:
     makes: dict[str, Any] = {
         "none": lambda: None,
         "ngram": NGramDraft,
-        "suffix": SuffixDraft,
+        "suffix": lambda: SuffixDraft(shared_tokens=0),  # by default it copies what finished requests wrote
         "model": lambda: SingleDraft(model),
         "lookup in a model": lambda: SingleDraft(model, NGramDraft()),
         "ngram below a model": lambda: CascadeDraft([NGramDraft(), SingleDraft(model)]),
