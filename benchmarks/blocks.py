@@ -27,6 +27,7 @@ def main(
     target_kernels: Annotated[str, typer.Argument(help="of the target, such as w8a8")],
     head_kernels: Annotated[list[str], typer.Argument(help="of the head, such as w8a8 or w4; several one by one")],
     kind: Annotated[Kind, typer.Option(help="of the head")] = Kind.DFLASH,
+    vocabulary: Annotated[int | None, typer.Option(help="how many tokens a DFlash head keeps (default: all)")] = None,
 ) -> None:
     width, inner = WIDTHS[size]
     target = QWEN3_8B.resized(QWEN3_8B.num_hidden_layers, hidden_size=width, intermediate_size=inner)
@@ -35,7 +36,7 @@ def main(
     head = published.model_copy(update={"layer": layer, "target_hidden_size": width})
     tokens = (head.drafts or 0) + 1
     for kernels in head_kernels:
-        costs = measure_costs(target, head, target_kernels, head_kernels=kernels)
+        costs = measure_costs(target, head, target_kernels, head_kernels=kernels, vocabulary=vocabulary)
         print(
             f"Qwen3-{size} {costs.kernels[0]}, {kind} head {costs.kernels[1]}: {1e3 * costs.step:.0f} ms for a token, "
             f"{costs.verify / costs.step:.2f} forwards for {tokens} tokens; a block "

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fly import cli
-from fly.extras.bench import plan_command
+from fly.extras.bench import blocks, plan_command
 from fly.extras.bench.blocks import QWEN3_8B, TAUS, BlockCosts, extrapolate, measure_costs
 from fly.extras.bench.demo import describe_scale
 from fly.extras.bench.plan import DEVICES, MODELS, PAPER, Link, Machines, Setting, forecast
@@ -99,17 +99,30 @@ def test_the_gain_of_a_block_drafter_is_what_its_costs_allow() -> None:
     assert round((matrix_parameters(QWEN3_8B) - vocabulary) / 1e9, 2) == 6.95
 
 
-def test_costs_of_a_block_drafter_are_measured() -> None:
+def test_costs_of_a_block_drafter_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_attention_heads": 4,
              "num_key_value_heads": 2}  # fmt: skip
     target = QWEN3_8B.resized(4, max_position_embeddings=512, **sizes)
     same: dict[str, Any] = {"layer": target.resized(1), "target_hidden_size": 32, "states": (1, 2), "mask_token_id": 63}
     head = DFlashConfig(draft_vocab_size=64, block_size=4, causal=(False,), **same)
     turns: list[None] = []
-    for drafter in (head, HeadConfig(draft_vocab_size=32, drafts=3, **same)):
+    parallel = HeadConfig(draft_vocab_size=32, drafts=3, **same)
+    for drafter in (head, parallel):
         turns.clear()
         costs = measure_costs(target, drafter, "torch", torch.float32, turns=2, advance=lambda: turns.append(None))
         assert costs.kernels == ("torch", "torch") and len(turns) == 3 and costs.block > 0
+    kept: list[int] = []
+    drafting = blocks._drafting
+
+    def note(drafter: Any, config: Any) -> Any:
+        kept.append(len(drafter.to_target_U))
+        return drafting(drafter, config)
+
+    monkeypatch.setattr(blocks, "_drafting", note)
+    measure_costs(target, head, "torch", torch.float32, turns=1, vocabulary=5)
+    assert kept == [5]
+    with pytest.raises(ValueError, match="vocabulary trims models, DFlash and DSpark heads"):
+        measure_costs(target, parallel, "torch", torch.float32, vocabulary=5)
     with pytest.raises(ValueError, match="kernels 'w9'"):
         measure_costs(target, head, "w9")
 

@@ -25,6 +25,7 @@ from fly.extras.bench.speed import Forwards, Shape
 from fly.models import LlamaConfig
 from fly.models.dflash import DFlashConfig, DFlashHead, save_dflash_head
 from fly.models.eagle import Eagle3Head, HeadConfig, save_head
+from fly.models.trimmed import kept_tokens
 from fly.params import SamplingParams
 from fly.policies import Exact
 from fly.runner.executor import Batch, BlockHead, DraftSpec
@@ -107,12 +108,15 @@ def measure_costs(
     device: torch.device | str = "cpu",
     turns: int = 7,
     head_kernels: str = "auto",
+    vocabulary: int | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> BlockCosts:
     """Measure the costs of drafting blocks with ``head`` for ``target``, both with random weights, one row at a time.
-    ``kernels`` and ``head_kernels`` are those of the two, as for ``LLM``. ``advance`` is called ``turns + 1`` times.
+    ``kernels`` and ``head_kernels`` are those of the two, as for ``LLM``, and ``vocabulary`` is how many tokens the
+    head keeps, as for ``block`` (None: all). ``advance`` is called ``turns + 1`` times.
 
-    Raises ``ValueError`` for kernels that are unknown or cannot run such a target.
+    Raises ``ValueError`` for kernels that are unknown or cannot run such a target, and for a ``vocabulary`` below 1 or
+    beside a head that is not trimmed.
     """
     models = [
         executor_of(random_model(target.resized(depth, tie_word_embeddings=True), dtype, device), kernels)
@@ -128,6 +132,8 @@ def measure_costs(
         _save_random_head(head, folder, dtype)
         drafter = load(folder, kernels=head_kernels, like=models[-1]).executor
     assert isinstance(drafter, BlockHead)
+    if vocabulary is not None:
+        drafter.trim(kept_tokens(vocabulary, target.vocab_size))
     drafter.share(models[-1])
     timings = take_turns([*runs, _drafting(drafter, head)], turns, models[-1].device, advance)
     # The fastest of several turns was disturbed least.
