@@ -115,6 +115,7 @@ def naive_chain(kind: str, seed: int, model: Llama, tokens: list[int], count: in
     states_TF = states_before(model, tokens[:-1], (0, 2, 3))
     if kind == "p-eagle":
         head = make_parallel_head(seed)
+        count = min(count, head.config.drafts or count)
         masks = head.mask_hidden.view(1, -1).expand(count - 1, -1)
         fed = [*tokens[1:], *[23] * (count - 1)]
         x_TC = head(torch.tensor(fed), head.fuse(torch.cat([states_TF, masks])), torch.arange(len(fed)),
