@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fly.devices import on_host
-from fly.ops import argmax, log_mass, one_hot, pick, sent, top
+from fly.ops import argmax, log_mass, one_hot, pick, sent, top, vectors_at
 from fly.params import SamplingParams, StructuredOutput
 
 __all__ = [
@@ -346,7 +346,7 @@ class Target:
     def probs_at(self, rows_N: Tensor, positions_N: Tensor) -> Tensor:
         """Return the processed distribution at position ``positions_N`` of row ``rows_N`` (int64), [N, V]."""
         if self._probs is None or isinstance(self._probs, Tensor):
-            return self.probs_BKV[rows_N, positions_N]
+            return vectors_at(self.probs_BKV, rows_N, positions_N)
         return self._probs.at(rows_N, positions_N)
 
     def top_probs(self, n: int) -> Tensor:
@@ -367,7 +367,7 @@ class Target:
         """Return -ln target(token) in the raw distribution for tokens given as (row, position, id). Copies to the
         host."""
         b_N, positions_N, token_N = torch.tensor(tokens, device=self.logits_BKV.device).unbind(1)
-        log_NV = self.logits_BKV[b_N, positions_N].log_softmax(-1)
+        log_NV = vectors_at(self.logits_BKV, b_N, positions_N).log_softmax(-1)
         nats: list[float] = (-pick(log_NV, token_N)).tolist()
         return nats
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fly.ops import argmax, log_mass, pick, top, vocabulary
+from fly.ops import argmax, log_mass, pick, top, vectors_at, vocabulary
 
 
 @st.composite
@@ -29,6 +29,19 @@ def test_argmax_is_the_first_of_the_largest(values: Tensor, transposed: bool) ->
     given_ = values.transpose(0, 1) if transposed else values
     assert torch.equal(argmax(given_), given_.argmax(-1))
     assert torch.equal(pick(given_, argmax(given_)), given_.amax(-1))
+
+
+@given(values(), st.data(), st.sampled_from(["whole", "transposed", "all but the last place"]))
+def test_vectors_are_those_that_indexing_gives(values: Tensor, data: st.DataObject, part: str) -> None:
+    taken = {"whole": values, "transposed": values.transpose(0, 1), "all but the last place": values[:, :-1]}[part]
+    rows, places, _ = taken.shape
+    shape = (data.draw(st.integers(0, 3)), data.draw(st.integers(1, 3)))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    if not places:
+        return
+    rows_N1 = torch.randint(0, rows, (shape[0], 1), generator=generator)
+    places_NJ = torch.randint(0, places, shape, generator=generator)
+    assert torch.equal(vectors_at(taken, rows_N1, places_NJ), taken[rows_N1, places_NJ])
 
 
 @given(values(), st.sampled_from([1, 2, 3, 16, 700]))

@@ -6,7 +6,7 @@ from fly.ops.prefix import common_prefix
 from fly.ops.random import Stream, derive, derived, draw, uniforms
 from fly.ops.transfer import sent, upload
 from fly.ops.trees import depths, descend, first_branch, leaf_paths, tree_mask
-from fly.ops.vocabulary import Top, argmax, log_mass, nan_at, nothing_left, one_hot, pick, spread, top
+from fly.ops.vocabulary import Top, argmax, log_mass, nan_at, nothing_left, one_hot, pick, spread, top, vectors_at
 
 __all__ = [
     "Stream",
@@ -35,4 +35,5 @@ __all__ = [
     "tree_mask",
     "uniforms",
     "upload",
+    "vectors_at",
 ]

@@ -1,6 +1,6 @@
 """Reductions over the vocabulary that read it as few times as possible. Knows nothing of policies or models.
 
-Shape legend: R positions, N used positions, V vocabulary, U known tokens, "..." any leading dimensions.
+Shape legend: B rows, J places, R positions, N used positions, V vocabulary, U known tokens, "..." any other dimensions.
 
 On a CPU, allocating memory of the size of the logits costs more than the arithmetic on them, and a top-k over the
 vocabulary costs more than ten plain passes. So top-k works in chunks, and sums use a small buffer. Accelerators have
@@ -21,7 +21,19 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from fly.devices import on_host
 
-__all__ = ["SMALL", "Top", "argmax", "log_mass", "nan_at", "nothing_left", "one_hot", "pick", "spread", "top"]
+__all__ = [
+    "SMALL",
+    "Top",
+    "argmax",
+    "log_mass",
+    "nan_at",
+    "nothing_left",
+    "one_hot",
+    "pick",
+    "spread",
+    "top",
+    "vectors_at",
+]
 
 _CHUNK = 64
 SMALL = 8192  # vocabularies up to this size are not divided
@@ -42,6 +54,17 @@ def pick(values: Tensor, index: Tensor) -> Tensor:
     if has_torch_function_unary(values):
         return handle_torch_function(pick, (values,), values, index)
     return values.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+
+
+def vectors_at(values_BJV: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+    """Return the vectors [..., V] at some places of some rows of ``values_BJV`` (int64 [...], at least 0).
+
+    On CPUs it copies whole vectors, where indexing copies number by number.
+    """
+    if has_torch_function_unary(values_BJV) or not on_host(values_BJV) or not values_BJV.is_contiguous():
+        return values_BJV[rows, places]
+    at = rows * values_BJV.shape[1] + places
+    return values_BJV.flatten(0, 1).index_select(0, at.flatten()).view(*at.shape, values_BJV.shape[-1])
 
 
 def one_hot(like: Tensor, tokens: Tensor) -> Tensor:

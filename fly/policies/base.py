@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fly.ops import draw, one_hot, pick
+from fly.ops import draw, one_hot, pick, vectors_at
 from fly.policies.binding import Bindable, parts_of
 from fly.policies.conditions import Block, Clause, Condition, describe, expression, is_built_in
 from fly.policies.reads import DRAFT_LOGITS, Trial, try_rule
@@ -211,7 +211,7 @@ class AcceptancePolicy(Bindable, ABC):
         if draft.probs_BKV is None:
             draft_BV = one_hot(target_BV, draft.tokens_BK[rows_B, at_B])
         else:
-            draft_BV = draft.probs_BKV[rows_B, at_B]
+            draft_BV = vectors_at(draft.probs_BKV, rows_B, at_B)
         return self.residual(target_BV, draft_BV)
 
     def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:

@@ -21,7 +21,7 @@ from torch import Tensor
 from fly.devices import on_host
 from fly.errors import shorten
 from fly.expressions import Amount, Checked, Count
-from fly.ops import entropy, log_mass, top, upload
+from fly.ops import entropy, log_mass, top, upload, vectors_at
 from fly.policies.binding import Bindable
 from fly.types import Draft, Target
 
@@ -473,7 +473,7 @@ class EntropyGate(Condition, Checked):
 
         def measure(rows_N: Tensor, positions_N: Tensor) -> Tensor:
             # Three logits and the log-mass of all logits give three probabilities, without a full softmax.
-            logits_NV = block.target.logits_BKV[rows_N, positions_N]
+            logits_NV = vectors_at(block.target.logits_BKV, rows_N, positions_N)
             top_N3 = top(logits_NV, 3).values
             peak_N = top_N3[:, 0]
             return entropy((top_N3 - (peak_N + log_mass(logits_NV, peak_N)).unsqueeze(1)).exp())
@@ -483,7 +483,7 @@ class EntropyGate(Condition, Checked):
     def _normalized(self, block: Block, raw: bool) -> Tensor:
         def measure(rows_N: Tensor, positions_N: Tensor) -> Tensor:
             if raw:
-                probs_NV = block.target.logits_BKV[rows_N, positions_N].softmax(-1)
+                probs_NV = vectors_at(block.target.logits_BKV, rows_N, positions_N).softmax(-1)
             else:
                 probs_NV = block.target.probs_at(rows_N, positions_N)
             return entropy(probs_NV) / math.log(max(probs_NV.shape[-1], 2))

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fly.expressions import Amount, Checked, Share
-from fly.ops import pick
+from fly.ops import pick, vectors_at
 from fly.policies.base import AcceptancePolicy, Bound, exact_accept_probs
 from fly.policies.formulas import binary, drafted, gate_probs, possible
 from fly.types import Draft, Guarantee, Target
@@ -148,7 +148,7 @@ class _Reshaped(AcceptancePolicy, Checked):
         if draft.probs_BKV is None:
             return super().correction(target, draft, at_B)
         rows_B = torch.arange(at_B.shape[0], device=at_B.device)
-        target_BV, draft_BV = target.probs_at(rows_B, at_B), draft.probs_BKV[rows_B, at_B]
+        target_BV, draft_BV = target.probs_at(rows_B, at_B), vectors_at(draft.probs_BKV, rows_B, at_B)
         probs_BV = self.reshape(target_BV, draft_BV, draft.tokens_BK[rows_B, at_B])
         return (torch.where(target.greedy_B.unsqueeze(1), target_BV, probs_BV) - draft_BV).clamp_min(0)
 

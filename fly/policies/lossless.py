@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fly.ops import draw, pick
+from fly.ops import draw, pick, vectors_at
 from fly.policies.base import (
     AcceptancePolicy,
     ExactCore,
@@ -129,7 +129,7 @@ class BlockVerification(AcceptancePolicy):
         if draft.probs_BKV is None:
             residual_BV = residual_BV.scatter(1, draft.tokens_BK[rows_B, at_B].unsqueeze(1), 0.0)
         else:
-            residual_BV = (residual_BV - draft.probs_BKV[rows_B, at_B]).clamp_min(0)
+            residual_BV = (residual_BV - vectors_at(draft.probs_BKV, rows_B, at_B)).clamp_min(0)
         next_token_B = draw_next(residual_BV, target, draft, noise, accepted_B)
         verdict = verdict_of(accepted_B, next_token_B, counts_K <= accepted_B.unsqueeze(1), draft)
         return mark_nan(verdict, chance_BK, draft)

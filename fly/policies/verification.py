@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fly.ops import depths, draw, first_branch, leaf_paths, nan_at, pick, upload
+from fly.ops import depths, draw, first_branch, leaf_paths, nan_at, pick, upload, vectors_at
 from fly.policies.base import AcceptancePolicy, accepts_exactly, exact_accept_probs
 from fly.policies.conditions import Block
 from fly.policies.reads import carry_logits, supply_logits
@@ -172,7 +172,7 @@ def _verify_first_path(policy: AcceptancePolicy, target: Target, draft: Draft, n
     chains = [first_branch(parents) for parents in draft.trees]
     path_BD, lengths_B = _pad_paths(chains, draft.tokens_BK.device)
     rows_B1 = torch.arange(len(chains), device=path_BD.device).unsqueeze(1)
-    probs_BDV = None if draft.probs_BKV is None else draft.probs_BKV[rows_B1, path_BD]
+    probs_BDV = None if draft.probs_BKV is None else vectors_at(draft.probs_BKV, rows_B1, path_BD)
     first = carry_logits(draft, Draft(draft.tokens_BK[rows_B1, path_BD], lengths_B, probs_BDV), rows_B1, path_BD)
     coins = Noise(noise.accept_BK[rows_B1, path_BD], noise.sample_B)
     verdict = policy.checked_verdict(_along_paths(target, rows_B1, path_BD, list(range(len(chains)))), first, coins)
@@ -206,8 +206,8 @@ def _at_tokens(values_PD: Tensor, rows_P1: Tensor, path_PD: Tensor, counted_PD: 
 def _along_paths(target: Target, rows_P1: Tensor, path_PD: Tensor, numbers: list[int]) -> Target:
     """Return the target's output along paths as if they were chains. ``numbers`` are the paths' rows in the batch."""
     places_PJ = torch.cat([path_PD.new_zeros(len(path_PD), 1), path_PD + 1], dim=1)
-    probs = None if target.all_greedy else target.probs_BKV[rows_P1, places_PJ]
-    return target.about(rows_P1.squeeze(1), target.logits_BKV[rows_P1, places_PJ], probs, numbers)
+    probs = None if target.all_greedy else vectors_at(target.probs_BKV, rows_P1, places_PJ)
+    return target.about(rows_P1.squeeze(1), vectors_at(target.logits_BKV, rows_P1, places_PJ), probs, numbers)
 
 
 def _places(draft: Draft) -> Tensor:

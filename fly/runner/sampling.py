@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fly.devices import on_host
-from fly.ops import argmax, log_mass, one_hot, pick, sent, top
+from fly.ops import argmax, log_mass, one_hot, pick, sent, top, vectors_at
 from fly.types import SamplingParams
 
 __all__ = ["BatchSampling", "ProcessedDistribution", "find_kept"]
@@ -124,7 +124,7 @@ class ProcessedDistribution:
 
     def at(self, rows_N: Tensor, positions_N: Tensor) -> Tensor:
         """Return the distributions [N, V] at some positions of some rows."""
-        logits_NV = self.logits_BJV[rows_N, positions_N]
+        logits_NV = vectors_at(self.logits_BJV, rows_N, positions_N)
         probs_NV = self._share(logits_NV, rows_N, positions_N)
         if self.sampling.some_greedy:
             one_hot_NV = one_hot(logits_NV, argmax(logits_NV))

@@ -192,7 +192,7 @@ def decide(rows: Sequence[Row], blocks: Blocks) -> Decided:
     account_BA = _stack_accounts(rows, device)
     target = Target(
         logits_BJV,
-        None if greedy else _process(logits_BJV, sampling),
+        None if greedy else _process(logits_BJV, sampling, rows),
         greedy_B=sampling.greedy_B if sampling.some_greedy and not greedy else None,
         control_V=_mark(first.control, logits_BJV.shape[-1], device),
         generated_B=blocks.generated_B,
@@ -225,14 +225,20 @@ def decide(rows: Sequence[Row], blocks: Blocks) -> Decided:
     return Decided(tokens_BJ, counts_B, account_BA)
 
 
-def _process(logits_BJV: Tensor, sampling: BatchSampling) -> Tensor | ProcessedDistribution:
+def _process(logits_BJV: Tensor, sampling: BatchSampling, rows: Sequence[Row]) -> Tensor | ProcessedDistribution:
     """Return the processed distribution. Without filters, a whole softmax is faster than the places that count."""
     if sampling.most_k or sampling.top_p:
         return sampling.on(logits_BJV)
-    probs_BJV = (logits_BJV / sampling.temperature_B.view(-1, 1, 1)).softmax(-1)
+    temperature_B11 = sampling.temperature_B.view(-1, 1, 1)
+    probs_BJV = (logits_BJV if _are_plain(rows) else logits_BJV / temperature_B11).softmax(-1)
     if not sampling.some_greedy:
         return probs_BJV
     return torch.where(sampling.greedy_B.view(-1, 1, 1), one_hot(probs_BJV, argmax(logits_BJV)), probs_BJV)
+
+
+def _are_plain(rows: Sequence[Row]) -> bool:
+    """Return whether no temperature changes the logits of any row."""
+    return all(row.params.temperature in (0, 1) for row in rows)
 
 
 def _find_costs(row: Row, target: Target, draft: Draft, verdict: Verdict, decided_B: Tensor) -> Tensor:
@@ -315,7 +321,7 @@ def _in_parts(groups: Iterable[list[int]], most: int) -> Iterator[list[int]]:
 
 def multiply(logits_BJV: Tensor, rows: Sequence[Row]) -> Tensor:
     """Undo a division by the rows' temperatures, float32 [B, J, V]. (At temperature 0 there was none.)"""
-    if all(row.params.temperature in (0, 1) for row in rows):
+    if _are_plain(rows):
         return logits_BJV.float()
     temperature_B = BatchSampling.of([row.params for row in rows], logits_BJV.device).temperature_B
     return logits_BJV.float() * temperature_B.view(-1, 1, 1)
@@ -324,8 +330,10 @@ def multiply(logits_BJV: Tensor, rows: Sequence[Row]) -> Tensor:
 def cut(flat_NX: Tensor, starts_B: Tensor, lengths_B: Tensor, width: int) -> Tensor:
     """Take from each row of a flat batch the entries ``start``, ..., ``start + length - 1``, padded to ``width`` with
     any others, [B, width, ...]. The start of an empty row may be the end of the batch."""
-    columns = torch.arange(width, device=flat_NX.device).minimum((lengths_B - 1).clamp_min(0).unsqueeze(1))
-    return flat_NX[(starts_B.unsqueeze(1) + columns).clamp_max(len(flat_NX) - 1)]
+    columns_BJ = torch.arange(width, device=flat_NX.device).minimum((lengths_B - 1).clamp_min(0).unsqueeze(1))
+    entries_BJ = (starts_B.unsqueeze(1) + columns_BJ).clamp_max(len(flat_NX) - 1)
+    # On CPUs this copies whole entries, where indexing copies number by number.
+    return flat_NX.index_select(0, entries_BJ.flatten()).view(*entries_BJ.shape, *flat_NX.shape[1:])
 
 
 def write_tokens(output_RJ: Tensor, index_B: Tensor, decided: Decided) -> None:
