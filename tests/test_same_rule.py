@@ -94,6 +94,8 @@ SEEN: dict[tuple[tuple[int, ...], tuple[int, ...]], Any] = {}
 def note(target: Target, draft: Draft, values: list[Any]) -> None:
     if type(target.history) is list:  # not in a graph, which has no texts and notes nothing
         for text, chain, value in zip(target.history, draft.chains, values):
+            if not chain:  # a row without a draft is seen only beside one that has some
+                continue
             SEEN[tuple(text), tuple(chain)] = value[: len(chain)].tolist() if isinstance(value, Tensor) else [*value]
 
 
