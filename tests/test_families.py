@@ -266,7 +266,7 @@ def test_a_tree_sees_the_window_of_each_path(config: LlamaConfig, seed: int, dat
             path.insert(0, before + at)
             at = parents[at]
         alone = torch.cat([tokens[:before], tokens[path]])
-        assert_within(hidden[before - start + node], twin.hidden(alone)[:, -1])
+        assert_within(hidden[before - start + node], lambda alone=alone: twin.hidden(alone)[:, -1])
 
 
 def test_every_family_is_drawn() -> None:
