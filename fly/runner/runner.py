@@ -70,8 +70,9 @@ class Runner:
         self.executor = executor
         self.share = share
         self.tokenizer = tokenizer
-        self.control_V = torch.zeros(executor.config.vocab_size, dtype=torch.bool, device=executor.device)
-        self.control_V[sorted(set(control_ids))] = True
+        control_V = torch.zeros(executor.config.vocab_size, dtype=torch.bool)
+        control_V[sorted(set(control_ids))] = True
+        self.control_V = sent(control_V, executor.device)
         self._cached: dict[int, list[int]] = {}
         self._trees: dict[int, tuple[int, list[int]]] = {}  # by row: the tree's start, its tokens' parents
         self.states: HiddenStates | None = None  # none: a draft model needs no hidden states of the target
