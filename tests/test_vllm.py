@@ -50,10 +50,12 @@ def judge(rule: str, row: Row, tokens: Tensor, logits: Tensor, probs: Tensor | N
     token, and one after the last."""
     greedy, count = row.params.temperature == 0, len(tokens)
     processed = logits.unsqueeze(0)
+    control_V = torch.zeros(SIZE, dtype=torch.bool)
+    control_V[list(row.control)] = True
     target = Target(
         processed if greedy else processed * row.params.temperature,
         None if greedy else processed.softmax(-1),
-        control_V=torch.zeros(SIZE, dtype=torch.bool),
+        control_V=control_V,
         generated_B=torch.tensor([1]),
     )
     own = None if greedy or probs is None else probs.unsqueeze(0)
