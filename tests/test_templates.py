@@ -167,6 +167,7 @@ LINES = templates(["a", "b", "'<|end|>'", "'<|'", "'|>'", "'user'"], blind(ONE),
 @given(line=LINES, first=MESSAGES, second=MESSAGES)
 @example("{{ a|upper }}{{ '<|end|>' ~ a }}{{ '<|' ~ a }}end|>", "<|end|>", "end|>")
 @example("{{ ('<|end|>' ~ a)|wordwrap(3) }}", "<|end|>", "")
+@example("{{ a|e + ('x<'|e)|indent(2, false, true) + [('<'|e)|indent(2, false, true)][0] }}", "", "")
 @example("{{ a[::-1] }}{{ a.split('x')|join }}<|end|>{{ a|capitalize }}", "<|end|>", ">|dne|<")
 def test_control_tokens_are_those_that_the_template_writes(
     small: Tokenizer, line: str, first: str, second: str

@@ -311,7 +311,9 @@ def end_of(text: str) -> int | None:
 
 def trace(value: Any, writer: str) -> Any:
     """Return ``value`` with ``writer`` as the writer of all texts in it, keys of mappings included. Mappings and
-    subclasses of ``str`` become plain ones."""
+    subclasses of ``str`` become plain ones, except that markup stays markup."""
+    if isinstance(value, Markup):
+        return TracedMarkup(str.__str__(value), writer * len(value))
     if isinstance(value, str):
         return Traced(str.__str__(value), writer * len(value))
     if isinstance(value, Mapping):
