@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import gguf
 import torch
@@ -81,15 +80,47 @@ def in_steps(values_TK: Tensor, width: int | None) -> Tensor:
 
 
 class _Cached(DenseCausal):
-    """Attention with keys and values as they are ``stored``, and queries as they are ``asked`` with."""
+    """Attention with keys and values as they are ``stored``, and queries and weights as they are ``taken``. A weight is
+    exp(score - largest), and ``shake`` gives it noise before it is rounded."""
 
-    def __init__(self, batch: int, length: int, stored: torch.dtype, asked: torch.dtype) -> None:
+    def __init__(
+        self,
+        batch: int,
+        length: int,
+        stored: torch.dtype,
+        taken: torch.dtype,
+        shake: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
         super().__init__(batch, length)
-        self.stored, self.asked = stored, asked
+        self.stored, self.taken, self.shake = stored, taken, shake
 
-    def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, *others: Any) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        q_THD = q_THD.to(self.taken).double()
         k_TGD, v_TGD = (x_TGD.to(self.stored).double() for x_TGD in (k_TGD, v_TGD))
-        return super().attend(layer, q_THD.to(self.asked).double(), k_TGD, v_TGD, *others)
+        if self.taken == torch.float32:
+            return super().attend(layer, q_THD, k_TGD, v_TGD, window, scale)
+        shared = q_THD.shape[1] // k_TGD.shape[1]
+        q_BHTD, k_BHTD, v_BHTD = (
+            x.unflatten(0, (self.batch, self.length)).transpose(1, 2).repeat_interleave(times, 1)
+            for x, times in ((q_THD, 1), (k_TGD, shared), (v_TGD, shared))
+        )
+        scores_BHTT = q_BHTD @ k_BHTD.transpose(2, 3) * (q_THD.shape[-1] ** -0.5 if scale is None else scale)
+        seen_TT = torch.ones(self.length, self.length, dtype=torch.bool).tril()
+        if window is not None:
+            seen_TT = seen_TT.triu(1 - window)
+        scores_BHTT = scores_BHTT.masked_fill(~seen_TT, -torch.inf)
+        weights_BHTT = (scores_BHTT - scores_BHTT.amax(-1, keepdim=True)).exp()
+        weights_BHTT = self.shake(weights_BHTT, weights_BHTT)
+        out_BHTD = weights_BHTT.to(self.taken).double() @ v_BHTD / weights_BHTT.sum(-1, keepdim=True)
+        return out_BHTD.transpose(1, 2).flatten(0, 1)
 
 
 def rounded_weight(weight_NK: Tensor, ending: str, head: bool) -> Tensor:
@@ -146,11 +177,11 @@ class Twin:
         tokens_T = torch.as_tensor(tokens_T, dtype=torch.int64)
         copies, length = DRAWS + 1, len(tokens_T)
         cache = cache or self.stored
-        asked = torch.bfloat16 if self.pairs and cache == torch.bfloat16 else torch.float32
+        taken = torch.bfloat16 if self.pairs and cache == torch.bfloat16 else torch.float32
         positions_T = torch.arange(copies * length) if self.angles else torch.arange(length).repeat(copies)
         if self.angles:
             self.model._rotary = [self._turn(length, which) for which in range(len(self.config.ropes))]
-        kv = _Cached(copies, length, cache, asked)
+        kv = _Cached(copies, length, cache, taken, self._shake)
         return self.model(tokens_T.repeat(copies), positions_T, kv).unflatten(0, (copies, length))
 
     def logits(self, tokens_T: Tensor | Sequence[int], cache: torch.dtype | None = None) -> Tensor:

@@ -9,7 +9,7 @@ constexpr int OWN_NORMS = 4;            // up to so many tokens, every thread no
 constexpr int BLOCK = 2 * W;            // stored tokens that are scored at once
 constexpr int GROUP = 6;                // the most queries whose sums, two vectors of each or more, are in registers at once
 constexpr int TURNED = 6;               // from so many queries of a head on, it pays to transpose its keys
-constexpr int WIDENED = 12;             // with more queries of a head, it pays to widen its values once for all of them
+constexpr int SHARED = 12;              // with more queries of a head, it pays to read its values once for all of them
 
 // How many new tokens share a pass over one key/value head, and how many key/value heads share one.
 inline int query_tokens(const Shape& shape) { return max_of(QUERIES / (shape.heads / shape.kv_heads), 1); }
@@ -18,7 +18,7 @@ inline int query_groups(int queries) { return max_of(QUERIES / queries, 1); }
 // A thread's own buffers.
 struct Scratch {
     long stride;                         // of scores, from one query to the next: never a power of two, lest caches hold few
-    float *scores, *out, *sums, *block;  // block: transposed keys, or widened values
+    float *scores, *out, *sums, *block;  // block: transposed keys, or values that were read once
     char* queries;
     void* normed;
     uint8_t* narrow;
@@ -205,25 +205,48 @@ inline void sum_weights(const Scratch& s, int queries, int from, int count) {
     }
 }
 
-// Adds up ``count`` tokens' values, NV vectors of each, weighted for NQ queries. If NV is 2, there may be only ``rest``
-// numbers left. Fetches the values at ``then`` (or null).
-template <int NQ, int NV, class K, class Then>
-ALWAYS_INLINE void weigh(float* out, long width, const float* weights, long stride, int count, const K* const* value, Then then,
-                         long from, int rest) {
+// Values that ``take_once`` has read for several groups of queries: where ``Stored<K>`` reads 2·W values of ``TOKENS``
+// tokens, there are the vectors that it takes.
+template <class K>
+struct Taken : Stored<K> {
+    typedef float Value;
+    template <class... Left>
+    static inline Pair taken(const float* const* value, long from, Left...) { return pair(*value + from); }
+};
+
+// Reads up to BLOCK tokens' values, TOKENS of them ``room`` apart, for the head that begins ``offset`` numbers on. Fetches
+// the values at ``then``.
+template <class K>
+inline void take_once(const K* const* value, const K* const* then, int count, int offset, int d, float* to, int room) {
+    for (int j = 0; j < count; j += Stored<K>::TOKENS, to += room)
+        for (int at = 0; at < d; at += 2 * W) {
+            const long from = offset + at;
+            UNROLL for (int token = 0; token < Stored<K>::TOKENS; token++) fetch_row(then, j + token, from);
+            const Pair x = at + 2 * W <= d ? Stored<K>::taken(value + j, from) : Stored<K>::taken(value + j, from, d - at);
+            st(to + at, x.first), st(to + at + W, x.second);
+        }
+}
+
+// Adds up ``count`` tokens' values, NV vectors of each, weighted for NQ queries, as ``S`` reads them. If NV is 2, there may
+// be only ``rest`` numbers left. Fetches the values at ``then`` (or null).
+template <class S, int NQ, int NV, class Then>
+ALWAYS_INLINE void weigh(float* out, long width, const float* weights, long stride, int count,
+                         const typename S::Value* const* value, Then then, long from, int rest) {
     Vec acc[NQ][NV];
     UNROLL for (int i = 0; i < NQ; i++)
         UNROLL for (int v = 0; v < NV; v++) acc[i][v] = ld(out + i * width + v * W);
-    for (int j = 0; j < count; j++) {
+    for (int j = 0; j < count; j += S::TOKENS) {
         Pair x[NV / 2];
         UNROLL for (int v = 0; v < NV / 2; v++) {
-            fetch_row(then, j, from + v * 2 * W);
-            x[v] = NV == 2 && rest < 2 * W ? pair(value[j] + from, rest) : pair(value[j] + from + v * 2 * W);
+            const long at = from + v * 2 * W;
+            UNROLL for (int token = 0; token < S::TOKENS; token++) fetch_row(then, j + token, at);
+            x[v] = NV == 2 && rest < 2 * W ? S::taken(value + j, at, rest) : S::taken(value + j, at);
         }
         UNROLL for (int i = 0; i < NQ; i++) {
-            const Vec weight = set1(weights[i * stride + j]);
+            const Vec weight = S::spread_weight(weights + i * stride, j);
             UNROLL for (int v = 0; v < NV / 2; v++) {
-                acc[i][2 * v] = fma(weight, x[v].first, acc[i][2 * v]);
-                acc[i][2 * v + 1] = fma(weight, x[v].second, acc[i][2 * v + 1]);
+                acc[i][2 * v] = S::times(weight, x[v].first, acc[i][2 * v]);
+                acc[i][2 * v + 1] = S::times(weight, x[v].second, acc[i][2 * v + 1]);
             }
         }
     }
@@ -231,30 +254,28 @@ ALWAYS_INLINE void weigh(float* out, long width, const float* weights, long stri
         UNROLL for (int v = 0; v < NV; v++) st(out + i * width + v * W, acc[i][v]);
 }
 
-// The same for the whole width of a head. It is not inlined, because its sums need all registers.
-template <int NQ, class K, class Then>
-NOINLINE void weigh(const Scratch& s, int d, int query, int key, int count, const K* const* value, Then then, int offset) {
+// The same for the whole width of a head, with ``weights`` of the first query. It is not inlined, because its sums need all
+// registers.
+template <class S, int NQ, class Then>
+NOINLINE void weigh(const Scratch& s, int d, int query, const float* weights, int count,
+                    const typename S::Value* const* value, Then then, int offset) {
     constexpr int NV = W == 8 && NQ > 2 ? 2 : 4;
     const long width = padded(d), stride = s.stride;
     float* out = s.out + query * width;
-    const float* weights = s.scores + query * stride + key;
     int at = 0;
     for (; at + NV * W <= d; at += NV * W)
-        weigh<NQ, NV>(out + at, width, weights, stride, count, value, then, offset + at, NV * W);
-    for (; at < d; at += 2 * W) weigh<NQ, 2>(out + at, width, weights, stride, count, value, then, offset + at, d - at);
+        weigh<S, NQ, NV>(out + at, width, weights, stride, count, value, then, offset + at, NV * W);
+    for (; at < d; at += 2 * W) weigh<S, NQ, 2>(out + at, width, weights, stride, count, value, then, offset + at, d - at);
 }
 
-// Converts up to BLOCK tokens' values to float32, ``room`` apart, for the head that begins ``offset`` numbers on.
-// Fetches the values at ``then``.
+// Packs the weights of ``count`` tokens from ``from`` on into bfloat16, in place, if products take two tokens at a time.
 template <class K>
-inline void widen(const K* const* value, const K* const* then, int count, int offset, int d, float* to, int room) {
-    for (int j = 0; j < count; j++, to += room)
-        for (int at = 0; at < d; at += 2 * W) {
-            const K* p = value[j] + offset + at;
-            fetch_row(then[j] + offset + at);
-            const Pair x = at + 2 * W <= d ? pair(p) : pair(p, d - at);
-            st(to + at, x.first), st(to + at + W, x.second);
-        }
+inline void narrow_weights(const Scratch& s, int queries, int from, int count) {
+    if (Stored<K>::TOKENS == 1) return;
+    for (int q = 0; q < queries; q++) {
+        float* weights = s.scores + q * s.stride + from;
+        for (int j = 0; j < count; j += W) st((uint16_t*)weights + j, ld(weights + j));
+    }
 }
 
 // Transposes a block's keys of the head that begins ``offset`` values on. For each 2·W values it writes lane after lane,
@@ -406,11 +427,11 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
         for (int i = 0; i < width; i += 2 * W) Stored<K>::query(vector + i, (Query*)s.queries + q * width + i);
     }
     // Scores. Heads with few queries are scored side by side, a few tokens at a time, with keys as they lie in memory.
-    // If a head has more queries, its keys are transposed once for all of them, and its values are converted to
-    // float32 if several groups of queries read them.
+    // If a head has more queries, its keys are transposed once for all of them, and its values are read once if several
+    // groups of queries need them.
     constexpr int FEW = 4, SIDE = W / FEW;
     const bool together = each < SIDE && queries >= SIDE;
-    const bool turns = each >= TURNED, widens = sizeof(K) < 4 && each > WIDENED;
+    const bool turns = each >= TURNED, shares = sizeof(K) < 4 && each > SHARED;
     int offsets[QUERIES];
     for (int q = 0; q < queries && together; q++) offsets[q] = q / each * d;
     int begin = end;
@@ -450,29 +471,36 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     }
     // Weighted sums of values.
     sum_weights(s, queries, begin, end - begin);
+    narrow_weights<K>(s, queries, begin, end - begin);
     memset(s.out, 0, queries * width * sizeof(float));
     walk<K>(call, false, layer, row, groups, begin, end, [&](int key, const K* const* values, const K* const* then) {
         const int count = min_of(end - key, BLOCK), room = padded(d, 2 * W);
-        // Adds the values for some of a head's ``left`` queries. Returns how many.
-        const auto some = [&](auto from, auto then, int size, int offset, int q, int left) {
-            if (left >= GROUP) return weigh<GROUP>(s, size, q, key, count, from, then, offset), GROUP;
-            if (left >= 4) return weigh<4>(s, size, q, key, count, from, then, offset), 4;
-            if (left >= 2) return weigh<2>(s, size, q, key, count, from, then, offset), 2;
-            return weigh<1>(s, size, q, key, count, from, then, offset), 1;
+        const int weights_at = begin + (key - begin) / Stored<K>::TOKENS;
+        // Adds the values for some of a head's ``left`` queries, as ``as`` reads them. Returns how many.
+        const auto some = [&](auto as, auto from, auto then, int size, int offset, int q, int left) {
+            typedef decltype(as) S;
+            const float* weights = s.scores + q * s.stride + weights_at;
+            if (left >= GROUP) return weigh<S, GROUP>(s, size, q, weights, count, from, then, offset), GROUP;
+            if (left >= 4) return weigh<S, 4>(s, size, q, weights, count, from, then, offset), 4;
+            if (left >= 2) return weigh<S, 2>(s, size, q, weights, count, from, then, offset), 2;
+            return weigh<S, 1>(s, size, q, weights, count, from, then, offset), 1;
         };
-        const float* widened[BLOCK];
+        const float* once[BLOCK];
         for (int q = 0; q < queries;) {
             const int left = (q / each + 1) * each - q, offset = q / each * d;  // queries of this head
             if constexpr (sizeof(K) < 4)
-                if (widens) {
+                if (shares) {
                     if (left == each) {
-                        widen(values, then, count, offset, d, s.block, room);
-                        for (int j = 0; j < count; j++) widened[j] = s.block + j * room;
+                        take_once(values, then, count, offset, d, s.block, room);
+                        for (int j = 0; j < count; j++) once[j] = s.block + j / Stored<K>::TOKENS * room;
                     }
-                    q += some((const float* const*)widened, nullptr, room, 0, q, left);
+                    q += some(Taken<K>(), (const float* const*)once, nullptr, room, 0, q, left);
                     continue;
                 }
-            q += left == each ? some(values, then, d, offset, q, left) : some(values, nullptr, d, offset, q, left);
+            if (left == each)
+                q += some(Stored<K>(), values, then, d, offset, q, left);
+            else
+                q += some(Stored<K>(), values, nullptr, d, offset, q, left);
         }
     });
     // Divide by the sum of the weights.

@@ -25,11 +25,12 @@ struct BFloat16 {
     static ALWAYS_INLINE void add(Vec& acc, __m512bh x, __m512bh b) { acc = _mm512_dpbf16_ps(acc, x, b); }
 };
 
+// Products of two numbers at a time: of a query's two values and a key's, and of two tokens' weights and values. Weights
+// are rounded to bfloat16 for that, as flash attention does in PyTorch.
 template <>
 struct Stored<uint16_t> {
-    typedef uint16_t Query;
-    static constexpr bool WIDENS = false;
-    static constexpr int DEEP = 1;
+    typedef uint16_t Query, Value;
+    static constexpr int DEEP = 1, TOKENS = 2;
     static inline void lay(Vec keys, int, float* to, long) { st(to, keys); }
     static inline Vec spread(const Query* q, int lane, int) { return (Vec)fours(q + 2 * lane); }
     static inline Vec times(Vec part, Vec keys, Vec acc) { return _mm512_dpbf16_ps(acc, (__m512bh)part, (__m512bh)keys); }
@@ -39,7 +40,23 @@ struct Stored<uint16_t> {
     }
     static inline Vec dot(const Query* q, Vec acc, const uint16_t* key) { return dot(q, acc, _mm512_loadu_si512(key)); }
     static inline Vec dot(const Query* q, Vec acc, const uint16_t* key, int left) { return dot(q, acc, some_of(key, left)); }
-    static inline void join(Pair x, float* to) { interleave(x, to); }
+    // Pairs of two tokens' values, in the order in which the processor interleaves them.
+    static inline Pair pairs(__m512i one, __m512i next) {
+        return {(Vec)_mm512_unpacklo_epi16(one, next), (Vec)_mm512_unpackhi_epi16(one, next)};
+    }
+    static inline Pair taken(const Value* const* value, long from) {
+        return pairs(_mm512_loadu_si512(value[0] + from), _mm512_loadu_si512(value[1] + from));
+    }
+    static inline Pair taken(const Value* const* value, long from, int left) {
+        return pairs(some_of(value[0] + from, left), some_of(value[1] + from, left));
+    }
+    // Of weights that ``narrow_weights`` has packed.
+    static inline Vec spread_weight(const float* weights, int token) { return set1(weights[token / 2]); }
+    static inline void join(Pair x, float* to) {
+        const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+        st(to, _mm512_permutex2var_ps(x.first, low, x.second));
+        st(to + 16, _mm512_permutex2var_ps(x.first, _mm512_add_epi32(low, _mm512_set1_epi32(8)), x.second));
+    }
 };
 
 #include "decoder.h"

@@ -52,6 +52,13 @@ struct InFloats {
         const Pair two = pair(key, left...);
         return fma(ld(q + W), two.second, fma(ld(q), two.first, acc));
     }
+    // Weighted sums of values take ``TOKENS`` tokens at a time: 2·W values of each (``taken``), and their weights as
+    // ``spread_weight`` lays them out. ``join`` puts what was taken into the order of the values.
+    typedef K Value;
+    static constexpr int TOKENS = 1;
+    template <class... Left>
+    static inline Pair taken(const K* const* value, long from, Left... left) { return pair(*value + from, left...); }
+    static inline Vec spread_weight(const float* weights, int token) { return set1(weights[token]); }
     static inline void join(Pair x, float* to) {
         if (WIDENS) return interleave(x, to);
         st(to, x.first), st(to + W, x.second);
