@@ -105,21 +105,24 @@ class _Cached(DenseCausal):
     ) -> Tensor:
         q_THD = q_THD.to(self.taken).double()
         k_TGD, v_TGD = (x_TGD.to(self.stored).double() for x_TGD in (k_TGD, v_TGD))
-        if self.taken == torch.float32:
-            return super().attend(layer, q_THD, k_TGD, v_TGD, window, scale)
         shared = q_THD.shape[1] // k_TGD.shape[1]
         q_BHTD, k_BHTD, v_BHTD = (
             x.unflatten(0, (self.batch, self.length)).transpose(1, 2).repeat_interleave(times, 1)
             for x, times in ((q_THD, 1), (k_TGD, shared), (v_TGD, shared))
         )
-        scores_BHTT = q_BHTD @ k_BHTD.transpose(2, 3) * (q_THD.shape[-1] ** -0.5 if scale is None else scale)
+        # Errors of a sum are those of its parts, however small it is itself.
+        scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
+        k_BHDT = k_BHTD.transpose(2, 3)
+        scores_BHTT = self.shake(q_BHTD @ k_BHDT * scale, q_BHTD.abs() @ k_BHDT.abs() * scale)
         seen_TT = torch.ones(self.length, self.length, dtype=torch.bool).tril()
         if window is not None:
             seen_TT = seen_TT.triu(1 - window)
         scores_BHTT = scores_BHTT.masked_fill(~seen_TT, -torch.inf)
         weights_BHTT = (scores_BHTT - scores_BHTT.amax(-1, keepdim=True)).exp()
         weights_BHTT = self.shake(weights_BHTT, weights_BHTT)
-        out_BHTD = weights_BHTT.to(self.taken).double() @ v_BHTD / weights_BHTT.sum(-1, keepdim=True)
+        taken_BHTT = weights_BHTT.to(self.taken).double()
+        sums_BHTD = self.shake(taken_BHTT @ v_BHTD, taken_BHTT @ v_BHTD.abs())
+        out_BHTD = sums_BHTD / weights_BHTT.sum(-1, keepdim=True)
         return out_BHTD.transpose(1, 2).flatten(0, 1)
 
 
