@@ -32,7 +32,7 @@ def findings() -> dict[str, Any]:
 
 def test_it_shows_versions_and_kernels_without_a_path_or_a_user(tmp_path: Path) -> None:
     shown = show("--json", str(tmp_path / "doctor.json"))
-    assert fly.__version__ in shown and torch.__version__ in shown
+    assert fly.__version__ in shown and torch.__version__.partition("+")[0] in shown
     written = json.loads((tmp_path / "doctor.json").read_text("utf-8"))
     assert {each["subject"] for each in written} == {*findings()}
     assert str(Path.home()) not in shown and str(Path(fly.__file__).parent) not in shown
