@@ -205,8 +205,7 @@ inline void sum_weights(const Scratch& s, int queries, int from, int count) {
     }
 }
 
-// Values that ``take_once`` has read for several groups of queries: where ``Stored<K>`` reads 2·W values of ``TOKENS``
-// tokens, there are the vectors that it takes.
+// Reads vectors that ``take_once`` stored, where ``Stored<K>`` would read values of TOKENS tokens.
 template <class K>
 struct Taken : Stored<K> {
     typedef float Value;
@@ -214,8 +213,8 @@ struct Taken : Stored<K> {
     static inline Pair taken(const float* const* value, long from, Left...) { return pair(*value + from); }
 };
 
-// Reads up to BLOCK tokens' values, TOKENS of them ``room`` apart, for the head that begins ``offset`` numbers on. Fetches
-// the values at ``then``.
+// Reads up to BLOCK tokens' values for the head that begins ``offset`` numbers on, and stores them, TOKENS of them ``room``
+// apart. Fetches the values at ``then``.
 template <class K>
 inline void take_once(const K* const* value, const K* const* then, int count, int offset, int d, float* to, int room) {
     for (int j = 0; j < count; j += Stored<K>::TOKENS, to += room)
@@ -268,14 +267,14 @@ NOINLINE void weigh(const Scratch& s, int d, int query, const float* weights, in
     for (; at < d; at += 2 * W) weigh<S, NQ, 2>(out + at, width, weights, stride, count, value, then, offset + at, d - at);
 }
 
-// Packs the weights of ``count`` tokens from ``from`` on into bfloat16, in place, if products take two tokens at a time.
+// Packs the weights of ``count`` tokens from ``from`` on into half the room, if products take two tokens at a time.
 template <class K>
 inline void narrow_weights(const Scratch& s, int queries, int from, int count) {
-    if (Stored<K>::TOKENS == 1) return;
-    for (int q = 0; q < queries; q++) {
-        float* weights = s.scores + q * s.stride + from;
-        for (int j = 0; j < count; j += W) st((uint16_t*)weights + j, ld(weights + j));
-    }
+    if constexpr (Stored<K>::TOKENS == 2)
+        for (int q = 0; q < queries; q++) {
+            float* weights = s.scores + q * s.stride + from;
+            for (int j = 0; j < count; j += W) Stored<K>::narrow(ld(weights + j), weights + j / 2);
+        }
 }
 
 // Transposes a block's keys of the head that begins ``offset`` values on. For each 2·W values it writes lane after lane,

@@ -25,8 +25,8 @@ struct BFloat16 {
     static ALWAYS_INLINE void add(Vec& acc, __m512bh x, __m512bh b) { acc = _mm512_dpbf16_ps(acc, x, b); }
 };
 
-// Products of two numbers at a time: of a query's two values and a key's, and of two tokens' weights and values. Weights
-// are rounded to bfloat16 for that, as flash attention does in PyTorch.
+// Products of two numbers at a time: of a query's two values and a key's, and of two tokens' weights and values. For that,
+// weights are rounded to bfloat16, as flash attention does in PyTorch.
 template <>
 struct Stored<uint16_t> {
     typedef uint16_t Query, Value;
@@ -40,9 +40,14 @@ struct Stored<uint16_t> {
     }
     static inline Vec dot(const Query* q, Vec acc, const uint16_t* key) { return dot(q, acc, _mm512_loadu_si512(key)); }
     static inline Vec dot(const Query* q, Vec acc, const uint16_t* key, int left) { return dot(q, acc, some_of(key, left)); }
-    // Pairs of two tokens' values, in the order in which the processor interleaves them.
+    // A product adds the upper numbers first, then the lower ones. So the earlier token is the upper one, and sums run over
+    // tokens in ascending order whatever pairs they form: weights of 0 between them change nothing.
     static inline Pair pairs(__m512i one, __m512i next) {
-        return {(Vec)_mm512_unpacklo_epi16(one, next), (Vec)_mm512_unpackhi_epi16(one, next)};
+        return {(Vec)_mm512_unpacklo_epi16(next, one), (Vec)_mm512_unpackhi_epi16(next, one)};
+    }
+    static inline void narrow(Vec weights, float* to) {
+        const __m256i both = (__m256i)_mm512_cvtneps_pbh(weights);
+        _mm256_storeu_si256((__m256i*)to, _mm256_or_si256(_mm256_slli_epi32(both, 16), _mm256_srli_epi32(both, 16)));
     }
     static inline Pair taken(const Value* const* value, long from) {
         return pairs(_mm512_loadu_si512(value[0] + from), _mm512_loadu_si512(value[1] + from));
@@ -50,7 +55,7 @@ struct Stored<uint16_t> {
     static inline Pair taken(const Value* const* value, long from, int left) {
         return pairs(some_of(value[0] + from, left), some_of(value[1] + from, left));
     }
-    // Of weights that ``narrow_weights`` has packed.
+    // The weights must be packed by ``narrow_weights``.
     static inline Vec spread_weight(const float* weights, int token) { return set1(weights[token / 2]); }
     static inline void join(Pair x, float* to) {
         const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
