@@ -36,7 +36,7 @@ ROWS = [text(12, seed, CONFIG.vocab_size) for seed in range(4)]
 
 
 def one_step(model: Llama) -> None:
-    """One weight is one step of 8 bits larger."""
+    """One weight is one step of 8 bits larger. (Of some weights, the step hides behind others that noise decides.)"""
     weight_NK = model.layers[1].mlp.down_proj.weight
     weight_NK[17, 20] += weight_NK[17].abs().max() / 127
 

@@ -57,12 +57,14 @@ def pick(values: Tensor, index: Tensor) -> Tensor:
 
 
 def vectors_at(values_BJV: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-    """Return the vectors [..., V] at some places of some rows of ``values_BJV`` (int64 [...], at least 0).
+    """Return ``values_BJV[rows, places]``, the vectors [..., V] at some places of some rows (int64 [...]).
 
     On CPUs it copies whole vectors, where indexing copies number by number.
     """
     if has_torch_function_unary(values_BJV) or not on_host(values_BJV) or not values_BJV.is_contiguous():
         return values_BJV[rows, places]
+    if not bool(((rows >= 0) & (places >= 0) & (places < values_BJV.shape[1])).all()):
+        return values_BJV[rows, places]  # which counts from the end, or raises an error
     at = rows * values_BJV.shape[1] + places
     return values_BJV.flatten(0, 1).index_select(0, at.flatten()).view(*at.shape, values_BJV.shape[-1])
 

@@ -229,8 +229,8 @@ def _process(logits_BJV: Tensor, sampling: BatchSampling, rows: Sequence[Row]) -
     """Return the processed distribution. Without filters, a whole softmax is faster than the places that count."""
     if sampling.most_k or sampling.top_p:
         return sampling.on(logits_BJV)
-    temperature_B11 = sampling.temperature_B.view(-1, 1, 1)
-    probs_BJV = (logits_BJV if _are_plain(rows) else logits_BJV / temperature_B11).softmax(-1)
+    scaled_BJV = logits_BJV if _are_plain(rows) else logits_BJV / sampling.temperature_B.view(-1, 1, 1)
+    probs_BJV = scaled_BJV.softmax(-1)
     if not sampling.some_greedy:
         return probs_BJV
     return torch.where(sampling.greedy_B.view(-1, 1, 1), one_hot(probs_BJV, argmax(logits_BJV)), probs_BJV)
