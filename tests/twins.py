@@ -81,8 +81,10 @@ def in_steps(values_TK: Tensor, width: int | None) -> Tensor:
 
 
 class _Cached(DenseCausal):
-    """Attention with keys and values as they are ``stored``, and queries and weights as they are ``taken``. A weight is
-    exp(score - largest), and ``shake`` gives it noise before it is rounded."""
+    """Attention with keys and values rounded to the type ``stored``, and queries and weights to the type ``taken``.
+
+    A weight is exp(score - largest score). ``shake`` adds noise to scores, weights and sums before they are rounded.
+    """
 
     def __init__(
         self,
@@ -93,7 +95,9 @@ class _Cached(DenseCausal):
         shake: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         super().__init__(batch, length)
-        self.stored, self.taken, self.shake = stored, taken, shake
+        self.stored = stored
+        self.taken = taken
+        self.shake = shake
 
     def attend(
         self,
@@ -106,12 +110,12 @@ class _Cached(DenseCausal):
     ) -> Tensor:
         q_THD = q_THD.to(self.taken).double()
         k_TGD, v_TGD = (x_TGD.to(self.stored).double() for x_TGD in (k_TGD, v_TGD))
-        shared = q_THD.shape[1] // k_TGD.shape[1]
+        queries_a_key = q_THD.shape[1] // k_TGD.shape[1]
         q_BHTD, k_BHTD, v_BHTD = (
             x.unflatten(0, (self.batch, self.length)).transpose(1, 2).repeat_interleave(times, 1)
-            for x, times in ((q_THD, 1), (k_TGD, shared), (v_TGD, shared))
+            for x, times in ((q_THD, 1), (k_TGD, queries_a_key), (v_TGD, queries_a_key))
         )
-        # Errors of a sum are those of its parts, however small it is itself.
+        # A sum has the errors of its parts, even where the parts cancel.
         scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
         k_BHDT = k_BHTD.transpose(2, 3)
         scores_BHTT = self.shake(q_BHTD @ k_BHDT * scale, q_BHTD.abs() @ k_BHDT.abs() * scale)
@@ -121,8 +125,8 @@ class _Cached(DenseCausal):
         scores_BHTT = scores_BHTT.masked_fill(~seen_TT, -torch.inf)
         weights_BHTT = (scores_BHTT - scores_BHTT.amax(-1, keepdim=True)).exp()
         weights_BHTT = self.shake(weights_BHTT, weights_BHTT)
-        taken_BHTT = weights_BHTT.to(self.taken).double()
-        sums_BHTD = self.shake(taken_BHTT @ v_BHTD, taken_BHTT @ v_BHTD.abs())
+        rounded_BHTT = weights_BHTT.to(self.taken).double()
+        sums_BHTD = self.shake(rounded_BHTT @ v_BHTD, rounded_BHTT @ v_BHTD.abs())
         out_BHTD = sums_BHTD / weights_BHTT.sum(-1, keepdim=True)
         return out_BHTD.transpose(1, 2).flatten(0, 1)
 
@@ -221,6 +225,6 @@ class Twin:
         return (in_steps(x_TK, self.width) if self.whole else x_TK.double(),)
 
     def _multiply(self, linear: nn.Linear, taken: tuple[Tensor], x_TN: Tensor) -> Tensor:
-        # Errors of a sum are those of its parts, however small it is itself.
+        # A sum has the errors of its parts, even where the parts cancel.
         size_TN = taken[0].abs().sum(-1, keepdim=True) * linear.weight.abs().amax(1)
         return self._shake(x_TN, size_TN if linear.bias is None else size_TN + linear.bias.abs())

@@ -56,17 +56,17 @@ def pick(values: Tensor, index: Tensor) -> Tensor:
     return values.gather(-1, index.unsqueeze(-1)).squeeze(-1)
 
 
-def vectors_at(values_BJV: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-    """Return ``values_BJV[rows, places]``, the vectors [..., V] at some places of some rows (int64 [...]).
+def vectors_at(values_BJV: Tensor, rows_N: Tensor, places_N: Tensor) -> Tensor:
+    """Return ``values_BJV[rows_N, places_N]``, int64 indices of any shape [...]: the vectors [..., V] at these places.
 
-    On CPUs it copies whole vectors, where indexing copies number by number.
+    On CPUs indexing copies number by number. This copies whole vectors.
     """
     if has_torch_function_unary(values_BJV) or not on_host(values_BJV) or not values_BJV.is_contiguous():
-        return values_BJV[rows, places]
-    if not bool(((rows >= 0) & (places >= 0) & (places < values_BJV.shape[1])).all()):
-        return values_BJV[rows, places]  # which counts from the end, or raises an error
-    at = rows * values_BJV.shape[1] + places
-    return values_BJV.flatten(0, 1).index_select(0, at.flatten()).view(*at.shape, values_BJV.shape[-1])
+        return values_BJV[rows_N, places_N]
+    if not bool(((rows_N >= 0) & (places_N >= 0) & (places_N < values_BJV.shape[1])).all()):
+        return values_BJV[rows_N, places_N]  # which counts from the end, or raises an error
+    at_N = rows_N * values_BJV.shape[1] + places_N
+    return values_BJV.flatten(0, 1).index_select(0, at_N.flatten()).view(*at_N.shape, values_BJV.shape[-1])
 
 
 def one_hot(like: Tensor, tokens: Tensor) -> Tensor:

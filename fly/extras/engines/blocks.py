@@ -332,7 +332,7 @@ def cut(flat_NX: Tensor, starts_B: Tensor, lengths_B: Tensor, width: int) -> Ten
     any others, [B, width, ...]. The start of an empty row may be the end of the batch."""
     columns_BJ = torch.arange(width, device=flat_NX.device).minimum((lengths_B - 1).clamp_min(0).unsqueeze(1))
     entries_BJ = (starts_B.unsqueeze(1) + columns_BJ).clamp_max(len(flat_NX) - 1)
-    # On CPUs this copies whole entries, where indexing copies number by number.
+    # On CPUs indexing copies number by number. This copies whole entries.
     return flat_NX.index_select(0, entries_BJ.flatten()).view(*entries_BJ.shape, *flat_NX.shape[1:])
 
 

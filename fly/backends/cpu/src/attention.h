@@ -213,8 +213,8 @@ struct Taken : Stored<K> {
     static inline Pair taken(const float* const* value, long from, Left...) { return pair(*value + from); }
 };
 
-// Reads up to BLOCK tokens' values for the head that begins ``offset`` numbers on, and stores them, TOKENS of them ``room``
-// apart. Fetches the values at ``then``.
+// Reads up to BLOCK tokens' values of the head that begins ``offset`` numbers on, and stores them: each TOKENS tokens as a
+// row of ``room`` numbers. Fetches the values at ``then``.
 template <class K>
 inline void take_once(const K* const* value, const K* const* then, int count, int offset, int d, float* to, int room) {
     for (int j = 0; j < count; j += Stored<K>::TOKENS, to += room)
@@ -267,7 +267,7 @@ NOINLINE void weigh(const Scratch& s, int d, int query, const float* weights, in
     for (; at < d; at += 2 * W) weigh<S, NQ, 2>(out + at, width, weights, stride, count, value, then, offset + at, d - at);
 }
 
-// Packs the weights of ``count`` tokens from ``from`` on into half the room, if products take two tokens at a time.
+// If products take two tokens at a time, this rounds the weights of ``count`` tokens from ``from`` on to bfloat16, in place.
 template <class K>
 inline void narrow_weights(const Scratch& s, int queries, int from, int count) {
     if constexpr (Stored<K>::TOKENS == 2)
@@ -475,9 +475,9 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     walk<K>(call, false, layer, row, groups, begin, end, [&](int key, const K* const* values, const K* const* then) {
         const int count = min_of(end - key, BLOCK), room = padded(d, 2 * W);
         const int weights_at = begin + (key - begin) / Stored<K>::TOKENS;
-        // Adds the values for some of a head's ``left`` queries, as ``as`` reads them. Returns how many.
-        const auto some = [&](auto as, auto from, auto then, int size, int offset, int q, int left) {
-            typedef decltype(as) S;
+        // Adds the values, which ``reader`` reads, for some of a head's ``left`` queries. Returns for how many.
+        const auto some = [&](auto reader, auto from, auto then, int size, int offset, int q, int left) {
+            typedef decltype(reader) S;
             const float* weights = s.scores + q * s.stride + weights_at;
             if (left >= GROUP) return weigh<S, GROUP>(s, size, q, weights, count, from, then, offset), GROUP;
             if (left >= 4) return weigh<S, 4>(s, size, q, weights, count, from, then, offset), 4;
