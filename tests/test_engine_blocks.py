@@ -199,13 +199,8 @@ def test_the_host_waits_for_nothing(rule: str, temperature: float, monkeypatch: 
     expected = decide(rows, found)
     on_device = Blocks(**{name: put(value) for name, value in vars(found).items() if isinstance(value, Tensor)})
     output, before = torch.full((2, 6), 77), torch.full((2, 6), 77)
-    decide_rows(
-        dict(enumerate(rows)),
-        5,
-        SIZE,
-        lambda numbers: on_device,
-        lambda numbers, decided: blocks.write_tokens(put(output), torch.tensor(numbers), decided),
-    )
+    for numbers, decided in decide_rows(dict(enumerate(rows)), 5, SIZE, lambda numbers: on_device):
+        blocks.write_tokens(put(output), torch.tensor(numbers), decided)
     blocks.write_tokens(before, torch.arange(2), expected)
     assert torch.equal(output, before)
 
@@ -234,17 +229,19 @@ def block_of(tokens: list[int], logits_JV: Tensor) -> Blocks:
     )
 
 
+def tokens_of(decisions: list[tuple[list[int], blocks.Decided]]) -> dict[int, list[int]]:
+    """The tokens of each row."""
+    return {b: tokens for numbers, decided in decisions for b, tokens in zip(numbers, decided.tokens_BJ.tolist())}
+
+
 def test_a_budget_lasts_for_the_request() -> None:
     """``at_most(1)`` excuses one mismatch of the whole output, over all its blocks."""
     logits_JV = torch.zeros(2, SIZE)
     logits_JV[0, 0], logits_JV[1, 5] = 1.0, 1.0
     row, emitted = Row(parse_policy("exact | entropy(0.0) & at_most(1)"), SIZE, GREEDY), []
-
-    def write(numbers: list[int], decided: blocks.Decided) -> None:
-        emitted.append(decided.tokens_BJ[0, : int(decided.counts_B[0])].tolist())
-
     for _ in range(2):
-        decide_rows({0: row}, 2, SIZE, lambda numbers: block_of([3], logits_JV), write)
+        ((_, decided),) = decide_rows({0: row}, 2, SIZE, lambda numbers: block_of([3], logits_JV))
+        emitted.append(decided.tokens_BJ[0, : int(decided.counts_B[0])].tolist())
     assert emitted == [[3, 5], [0]] and row.account_A is not None and row.account_A.tolist() == [1.0, 0.0]
 
 
@@ -254,26 +251,22 @@ def test_rows_of_several_rules_each_decide_by_their_own(monkeypatch: pytest.Monk
     logits_JV[0, 0], logits_JV[1, 5] = 1.0, 1.0
     texts = ["exact", "exact | margin(2)", "exact | margin(2) & ~control", "exact | margin(2) & ~control"]
     rows = {b: Row(parse_policy(text), SIZE, GREEDY, stop_ids=(3,) * (b == 2)) for b, text in enumerate(texts)}
-    emitted = {}
 
     def read(numbers: list[int]) -> Blocks:
         one = block_of([3], logits_JV)
         sizes.append(len(numbers))
         return Blocks(*(tensor.expand(len(numbers), *tensor.shape[1:]) for tensor in list(vars(one).values())[:4]))
 
-    def write(numbers: list[int], decided: blocks.Decided) -> None:
-        emitted.update(zip(numbers, decided.tokens_BJ.tolist()))
-
     for largest, parts in ((2**25, [1, 1, 1, 1]), (1, [1, 1, 1, 1])):
         sizes: list[int] = []
         monkeypatch.setattr(blocks, "_LARGEST", largest)
-        decide_rows(rows, 2, SIZE, read, write)
-        assert emitted == {0: [0, -1], 1: [3, 5], 2: [0, -1], 3: [3, 5]} and sizes == parts
+        decisions = decide_rows(rows, 2, SIZE, read)
+        assert tokens_of(decisions) == {0: [0, -1], 1: [3, 5], 2: [0, -1], 3: [3, 5]} and sizes == parts
     alike = {b: Row(parse_policy("exact"), SIZE, GREEDY) for b in range(5)}
     for largest, parts in ((2**25, [5]), (2 * 2 * SIZE, [2, 2, 1])):
         sizes = []
         monkeypatch.setattr(blocks, "_LARGEST", largest)
-        decide_rows(alike, 2, SIZE, read, write)
+        decide_rows(alike, 2, SIZE, read)
         assert sizes == parts
 
 
@@ -297,14 +290,12 @@ def test_rules_that_print_alike_are_decided_each_by_its_own() -> None:
     logits_JV[0, 0], logits_JV[1, 5] = 1.0, 1.0
     rows = {b: Row(Exact() | Named(excuses), SIZE, GREEDY) for b, excuses in enumerate((True, False))}
     assert str(rows[0].rule) == str(rows[1].rule)
-    emitted = {}
 
     def read(numbers: list[int]) -> Blocks:
         one = block_of([3], logits_JV)
         return Blocks(*(tensor.expand(len(numbers), *tensor.shape[1:]) for tensor in list(vars(one).values())[:4]))
 
-    decide_rows(rows, 2, SIZE, read, lambda numbers, decided: emitted.update(zip(numbers, decided.tokens_BJ.tolist())))
-    assert emitted == {0: [3, 5], 1: [0, -1]}
+    assert tokens_of(decide_rows(rows, 2, SIZE, read)) == {0: [3, 5], 1: [0, -1]}
 
 
 @dataclass(frozen=True)
@@ -343,10 +334,9 @@ class Broken(Condition):
 
 def test_a_rule_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     rows = {0: Row(parse_policy("exact") | Broken(), SIZE, GREEDY), 1: Row(parse_policy("exact"), SIZE, GREEDY)}
-    written: list[int] = []
     read = lambda numbers: block_of([3], torch.randn(2, SIZE))  # noqa: E731
-    decide_rows(rows, 2, SIZE, read, lambda numbers, decided: written.extend(numbers))
-    assert written == [1] and "the engine's own decision stands" in caplog.text
+    decisions = decide_rows(rows, 2, SIZE, read)
+    assert [numbers for numbers, _ in decisions] == [[1]] and "the engine's own decision stands" in caplog.text
 
 
 @pytest.mark.parametrize(

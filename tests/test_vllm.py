@@ -77,6 +77,11 @@ def request(rule: str, temperature: float = 0.0, seed: int = 0) -> SimpleNamespa
     return SimpleNamespace(fly=row, prompt_token_ids=[1, 2], output_token_ids=[3])
 
 
+def metadata_of(rules: dict[int, Any], **more: Any) -> SimpleNamespace:
+    """As vLLM's ``SamplingMetadata``: without seeds, greedy and drawn rows together."""
+    return SimpleNamespace(**{"fly": rules, "generators": {}, "all_greedy": False, **more})
+
+
 def sample(counts: list[int], rules: dict[int, Any], seed: int = 0, drawn: bool = False) -> tuple[Tensor, Any]:
     generator = torch.Generator().manual_seed(seed)
     total = sum(counts)
@@ -85,7 +90,7 @@ def sample(counts: list[int], rules: dict[int, Any], seed: int = 0, drawn: bool 
     probs = torch.randn(total, SIZE, generator=generator).softmax(-1) if drawn else None
     bonus = torch.arange(len(counts)).unsqueeze(1).int() % SIZE
     ends = torch.tensor(counts).cumsum(0)
-    metadata, kept = SimpleNamespace(fly=rules), logits.clone()
+    metadata, kept = metadata_of(rules), logits.clone()
     output = first.decide_after(untouched)(tokens, counts, max(counts), ends, probs, logits, bonus, metadata)
     assert torch.equal(logits, kept)  # vLLM reads them again, for logprobs
     return output, (tokens, logits, probs, bonus, ends.tolist())
@@ -134,12 +139,45 @@ def test_the_first_runner_makes_the_host_wait_for_nothing(monkeypatch: pytest.Mo
         )
         tokens, ends, probs, logits, bonus = map(place, inputs)
         output = first.decide_after(lambda *others: place(untouched(*others)))(
-            tokens, counts, max(counts), ends, probs, logits, bonus, SimpleNamespace(fly=rules)
+            tokens, counts, max(counts), ends, probs, logits, bonus, metadata_of(rules)
         )
         return output.as_subclass(Tensor)
 
     expected = decide_step(lambda tensor: tensor)
     assert torch.equal(decide_step(put), expected) and (expected[[0, 2]] != UNTOUCHED).all()
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=4).filter(any),
+    st.sets(st.integers(0, 3)),
+    st.none() | st.integers(0, 3),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 10**6),
+)
+def test_vllm_decides_where_something_of_it_is_left(
+    counts: list[int], ruled: set[int], broken: int | None, seeded: bool, all_greedy: bool, seed: int
+) -> None:
+    """vLLM's decision is computed if a row has no rule, no draft or no token (its logits are NaN), or if it draws from
+    generators; and the rows are the same as if it had been computed."""
+    rules = {b: request("exact | margin(1)", 1.0 - all_greedy, seed + b) for b in ruled if b < len(counts)}
+    total, generator = sum(counts), torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, SIZE, (total,), generator=generator, dtype=torch.int32)
+    logits, ends = 2 * torch.randn(total, SIZE, generator=generator), torch.tensor(counts).cumsum(0)
+    if broken is not None and broken < len(counts):
+        logits[ends[broken] - counts[broken] : ends[broken]] = torch.nan
+    calls = []
+
+    def original(*given: Any) -> Tensor:
+        calls.append(given)
+        return untouched(*given)
+
+    metadata = metadata_of(rules, generators={0: generator} if seeded else {}, all_greedy=all_greedy)
+    bonus = torch.arange(len(counts)).unsqueeze(1).int() % SIZE
+    output = first.decide_after(original)(tokens, counts, max(counts), ends, None, logits, bonus, metadata)
+    decided = [b in rules and counts[b] > 0 and b != broken for b in range(len(counts))]
+    assert len(calls) == (not all(decided) or (seeded and not all_greedy))
+    assert [UNTOUCHED not in row for row in output.tolist()] == decided
 
 
 def test_what_vllm_033_adds_to_the_call_reaches_it() -> None:
@@ -154,7 +192,7 @@ def test_what_vllm_033_adds_to_the_call_reaches_it() -> None:
     tokens, logits = torch.zeros(1, dtype=torch.int32), torch.zeros(1, SIZE)
     bonus = torch.zeros(1, 1, dtype=torch.int32)
     first.decide_after(original)(
-        tokens, [1], 1, torch.tensor([1]), None, logits, bonus, SimpleNamespace(fly={}), False, None, **added
+        tokens, [1], 1, torch.tensor([1]), None, logits, bonus, metadata_of({}), False, None, **added
     )
     assert calls == [((False, None), added)]
 
@@ -176,7 +214,7 @@ def test_decisions_on_captured_blocks_are_those_of_verify(step: str, rule: str, 
         one.fly = Row(parse_policy(rule), size, SamplingParams(temperature=temperature), one.fly.seed)
     decided = first.decide_after(lambda *_: torch.full_like(output, UNTOUCHED))(
         tokens.int(), counts.tolist(), int(counts.max()), counts.cumsum(0), None, logits, bonus.view(-1, 1).int(),
-        SimpleNamespace(fly=rows),
+        metadata_of(rows),
     )  # fmt: skip
     for b, (count, end) in enumerate(zip(counts.tolist(), counts.cumsum(0).tolist())):
         if not count:

@@ -278,36 +278,33 @@ def _mark(tokens: tuple[int, ...], size: int, device: torch.device) -> Tensor:
 
 
 def decide_rows(
-    rows: Mapping[int, Row],
-    places: int,
-    size: int,
-    read: Callable[[list[int]], Blocks],
-    write: Callable[[list[int], Decided], None],
-) -> None:
-    """Let each row's rule decide on its block.
+    rows: Mapping[int, Row], places: int, size: int, read: Callable[[list[int]], Blocks]
+) -> list[tuple[list[int], Decided]]:
+    """Let each row's rule decide on its block. Return the decisions, each with the numbers of its rows.
 
-    If a rule fails, the engine's log says so, and the engine's own decision stands for those rows.
+    If a rule fails, the engine's log says so, and its rows are in no decision.
 
     Args:
         rows: the rows that have a rule, by their numbers in the engine's batch.
         places, size: J and V. They limit how many rows are decided at once.
         read: returns the blocks of some rows, all of one rule.
-        write: replaces the engine's decision on these rows.
     """
     kinds: dict[Any, list[int]] = {}
     for b, row in rows.items():
         kinds.setdefault(row.kind, []).append(b)
+    decisions = []
     for numbers in _in_parts(kinds.values(), max(1, _LARGEST // (places * size))):
         part_rows = [rows[b] for b in numbers]
         try:
             decided = decide(part_rows, read(numbers))
-            write(numbers, decided)
         except Exception:  # a user's rule may raise anything, and must not end the engine
             _log.exception("fly: %s failed; the engine's own decision stands for this block", part_rows[0].rule)
             continue
+        decisions.append((numbers, decided))
         if part_rows[0].keeps_account:
             for row, account_A in zip(part_rows, decided.account_BA.unbind(0)):
                 row.account_A = account_A
+    return decisions
 
 
 def _in_parts(groups: Iterable[list[int]], most: int) -> Iterator[list[int]]:

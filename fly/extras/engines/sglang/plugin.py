@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fly.extras.engines.blocks import Blocks, Decided, Row, decide_rows, write_tokens
+from fly.extras.engines.blocks import Blocks, Row, decide_rows, write_tokens
 from fly.extras.engines.sglang.requests import TRIED, Served, check_request, find_rule, read_row
 from fly.ops import upload
 
@@ -162,7 +162,7 @@ def sample_chains(
         None if draft_RKV is None else draft_RKV[:, : places - 1],
     )
 
-    def write(numbers: list[int], decided: Decided) -> None:
+    for numbers, decided in decide_rows(rows, places, logits.shape[-1], read):
         index_B = upload(numbers, logits.device)
         counts_B = decided.counts_B.to(counts_R.dtype)
         slots_BJ = (index_B.unsqueeze(1) * slots + places_J).where(places_J < counts_B.unsqueeze(1), -1)
@@ -171,8 +171,6 @@ def sample_chains(
         write_tokens(emitted.view(-1, slots), index_B, decided._replace(tokens_BJ=tokens_BD))
         write_tokens(index_RJ, index_B, decided._replace(tokens_BJ=slots_BJ))
         counts_R[index_B] = torch.where(counts_B > 0, counts_B, counts_R[index_B])
-
-    decide_rows(rows, places, logits.shape[-1], read, write)
     _agree(emitted, counts_R, index_RJ)
     return emitted, counts_R, index_RJ
 
@@ -213,15 +211,13 @@ def accept_block(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
     logits_RJV = logits.view(count, slots, -1)
     read = _read_chains(batch, rows, logits_RJV, candidates_RD, lengths_R, draft_RKV)
 
-    def write(numbers: list[int], decided: Decided) -> None:
+    for numbers, decided in decide_rows(rows, slots, logits.shape[-1], read):
         index_B = upload(numbers, logits.device)
         accepted_B = (decided.counts_B - 1).clamp_min(0)
         last_B = decided.tokens_BJ.gather(1, accepted_B.unsqueeze(1)).squeeze(1)
         decided_B = decided.counts_B > 0
         accepted_R[index_B] = torch.where(decided_B, accepted_B.to(accepted_R.dtype), accepted_R[index_B])
         bonus_R[index_B] = torch.where(decided_B, last_B.to(bonus_R.dtype), bonus_R[index_B])
-
-    decide_rows(rows, slots, logits.shape[-1], read, write)
     _agree(accepted_R, bonus_R)
     tokens_RD, counts_R = _commit_accept(candidates_RD, accepted_R, bonus_R)
     return accepted_R, counts_R, bonus_R, tokens_RD, None  # SGLang adds up the lengths itself

@@ -2,7 +2,7 @@
 
 Three functions are wrapped. The first keeps a request's row beside it, the second hands the rows to the batch's
 metadata by their numbers, and the third, the rejection sampler, lets the rules decide. Rows without a rule keep vLLM's
-decision.
+decision. If there are none, it need not be computed.
 
 Shape legend: B rows of one rule, R rows of the batch, N drafted tokens of the batch, K longest draft, J = K + 1 places,
 V vocabulary.
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fly.devices import on_host
 from fly.extras.engines.blocks import Blocks, Decided, Row, cut, decide_rows, multiply, write_tokens
 from fly.extras.engines.vllm.requests import read_row
 from fly.ops import upload
@@ -51,7 +52,7 @@ def attach_rows(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def decide_after(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap ``rejection_sample``: after it, each rule decides its rows again."""
+    """Wrap ``rejection_sample``: each rule decides its rows, and vLLM the others."""
 
     @functools.wraps(original)
     def rejection_sample(
@@ -67,7 +68,6 @@ def decide_after(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         **kwargs: Any,
     ) -> Tensor:
         batch = (num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits, bonus_token_ids)
-        output_RJ: Tensor = original(draft_token_ids, *batch, sampling_metadata, *args, **kwargs)
         device = target_logits.device
         requests = {
             b: request
@@ -108,14 +108,33 @@ def decide_after(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 else None,
             )
 
-        def write(numbers: list[int], decided: Decided) -> None:
-            write_tokens(output_RJ, upload(numbers, device), decided)
-
         rows: dict[int, Row] = {b: request.fly for b, request in requests.items()}
-        decide_rows(rows, max_spec_len + 1, target_logits.shape[1], read, write)
+        decisions = decide_rows(rows, max_spec_len + 1, target_logits.shape[1], read)
+        if _replaces_all(decisions, len(num_draft_tokens), device, sampling_metadata):
+            output_RJ = torch.full((len(num_draft_tokens), max_spec_len + 1), -1, dtype=torch.int32, device=device)
+        else:
+            output_RJ = original(draft_token_ids, *batch, sampling_metadata, *args, **kwargs)
+        for numbers, decided in decisions:
+            write_tokens(output_RJ, upload(numbers, device), decided)
         return output_RJ
 
     return rejection_sample
+
+
+def _replaces_all(
+    decisions: list[tuple[list[int], Decided]], count: int, device: torch.device, sampling_metadata: Any
+) -> bool:
+    """Return whether nothing of vLLM's own decision on ``count`` rows would be left, so that it need not be computed.
+
+    On CPUs it may take three times as long as the rules'. On other devices the host would have to wait for the counts.
+    Beside seeded rows that are not greedy it is computed all the same: it draws from their generators, which draw their
+    bonus tokens too, and what a row draws must not depend on its neighbours.
+    """
+    if not on_host(device) or (sampling_metadata.generators and not sampling_metadata.all_greedy):
+        return False
+    if sum(len(numbers) for numbers, _ in decisions) < count:
+        return False
+    return all(bool((decided.counts_B > 0).all()) for _, decided in decisions)
 
 
 def _count_block(request: Any) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fly.extras.engines.blocks import Blocks, Decided, Row, cut, decide_rows, multiply, write_tokens
+from fly.extras.engines.blocks import Blocks, Row, cut, decide_rows, multiply, write_tokens
 from fly.extras.engines.vllm.requests import read_row
 from fly.ops import upload
 from fly.runner.sampling import BatchSampling
@@ -122,13 +122,11 @@ def decide_after(original: Callable[..., Any]) -> Callable[..., Any]:
                 history,
             )
 
-        def write(numbers: list[int], decided: Decided) -> None:
+        for numbers, decided in decide_rows(rows, longest + 1, width, read):
             index_B = upload(numbers, device)
             counts_B = decided.counts_B.to(num_sampled_R.dtype)
             write_tokens(sampled_RJ, index_B, decided)
             num_sampled_R[index_B] = torch.where(counts_B > 0, counts_B, num_sampled_R[index_B])
-
-        decide_rows(rows, longest + 1, width, read, write)
         return processed_LV, sampled_RJ, num_sampled_R
 
     return verify
