@@ -157,6 +157,29 @@ def test_no_reading_depends_on_the_pieces(form: str, answer: str, at: list[int])
     assert read(form, cut(answer, at)) == read(form, list(answer)) == whole
 
 
+@given(form=st.sampled_from(sorted(FORMATS)), answer=ANSWER)
+def test_an_answer_without_calls_is_unchanged_wherever_it_ends(form: str, answer: str) -> None:
+    text, calls = read(form, [answer])
+    assert calls or text == answer
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize(
+    "written", [around, lambda form, calls: f"```json\n{calls[-1]}\n```", lambda form, calls: calls[-1]]
+)
+def test_a_call_that_the_end_of_the_answer_cuts_is_text(form: str, before: int, written: Any) -> None:
+    """Of every beginning of a call, after another call or alone, nothing is held back for good."""
+    arguments = '{"a": [1, {"b": true}, "c"], "d": -1.5e3, "e": null}'
+    call = f'{{"name": "weather", "{FORMATS[form].arguments}": {arguments}}}'
+    whole = written(form, [call] * (1 + before))
+    last = whole.rindex(call)
+    for end in range(last + 1, last + len(call)):
+        text, calls = read(form, [whole[:end]])
+        assert text.endswith(whole[last:end])
+        assert len(calls) == (before if written is around else 0)
+
+
 @given(
     form=st.sampled_from(["hermes", "llama"]),
     members=st.permutations(['"name": "weather"', '"type": "function"', '"id": "c1"', '"parameters": {"a": 1}']),

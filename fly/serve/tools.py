@@ -278,10 +278,12 @@ class CallReader:
             yield from self._object(depth)
         elif first_character == "[" and depth <= DEEPEST:
             yield from self._list(depth)
-        else:
+        elif first_character in _SCALAR:
             other_characters = yield from self._run_of(_SCALAR)
             if not _SCALARS.fullmatch(first_character + other_characters):
                 raise _Mismatch
+        else:  # also the end of the answer, after which no character comes
+            raise _Mismatch
         return "".join(self._read[start:])
 
     def _object(self, depth: int, check: Callable[[str, str], None] | None = None) -> _Rule[list[tuple[str, str]]]:
