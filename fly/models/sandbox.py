@@ -202,23 +202,34 @@ class _Formatter(SandboxedFormatter):
     """Writes ``form.format(...)`` in pieces that keep their writers."""
 
     pieces: list[str] | None = None
+    _writer = TEMPLATE  # of the form
+    _how: str = EMPTY  # the form of the value that comes next, such as ">8" in "{:>8}", with its writers
 
     def parse(self, form: Any) -> Iterable[Any]:
-        if self.pieces is not None:  # the form of a single value, such as ">8" in "{:>8}"
-            return super().parse(form)
-        self.pieces = []
+        if self.pieces is not None:
+            return self._note_how(form)
+        self.pieces, self._writer = [], common_writer(form)
         return self._note_text(form)
 
     def _note_text(self, form: str) -> Iterator[Any]:
         assert self.pieces is not None
         for text, *field in string.Formatter.parse(self, form):
-            self.pieces.append(trace(text, common_writer(form)))
+            self.pieces.append(trace(text, self._writer))
             yield text, *field
+
+    def _note_how(self, form: str) -> Iterator[Any]:
+        """Read the form of a value. Its own fields, such as "{w}" in "{:{w}}", are no pieces of the text."""
+        assert self.pieces is not None
+        before = len(self.pieces)
+        yield from self._note_text(form)
+        self._how = EMPTY.join(self.pieces[before:])
+        del self.pieces[before:]
 
     def format_field(self, value: Any, form: str) -> str:
         assert self.pieces is not None
-        self.pieces.append(trace(format(value, form), common_writer(value)) if form else text_of(value))
-        return self.pieces[-1]
+        written = trace(format(value, form), common_writer(value, self._how)) if form else text_of(value)
+        self.pieces.append(written)
+        return written
 
 
 class _Generation(jinja2.ext.Extension):
