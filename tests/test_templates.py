@@ -333,6 +333,25 @@ def test_parts_that_are_all_shown_stay_parts(small: Tokenizer, form: str) -> Non
     assert small.decode(apply(small, source, messages), False) == plainly(source, messages=messages)
 
 
+INSISTS = [
+    "{% if m.content is string %}{{ raise_exception('wants parts') }}{% endif %}{{ m.content[0].text }}",
+    "{% if m.content|length > 1 %}{{ raise_exception('one part') }}{% endif %}{{ m.content[0]['text'] }}",
+    "{% for p in m.content %}{% if p is not mapping %}{{ raise_exception('no part') }}{% endif %}{{ p.text }}"
+    "{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("form", INSISTS)
+def test_a_template_that_refuses_texts_gets_the_parts_of_the_caller(small: Tokenizer, form: str) -> None:
+    """As with transformers. A text is refused in the template's own words; so is what it refuses in both forms."""
+    source = AROUND.replace("CONTENT", form)
+    messages = user([part("hello")])
+    assert small.decode(apply(small, source, messages), False) == plainly(source, messages=messages)
+    for form, content in ((source, "hello"), ("{{ raise_exception('no part') }}", [part("hello")])):
+        with pytest.raises(ValueError, match="refused the messages: (wants parts|one part|no part)"):
+            apply(small, form, user(content))
+
+
 def test_data_without_end_is_refused(small: Tokenizer) -> None:
     endless: list[Any] = []
     endless.append(endless)

@@ -198,14 +198,14 @@ class ChatTemplate:
                 forms[messages[number]["role"]] = _Form.PARTS
             except PartsPrinted as error:
                 forms[error.role] = _Form.ANY_TEXT
-            except Refusal as error:
-                raise self.refusal(refusal or error) from error
             except Exception as error:
                 refusal = refusal or error
-                roles = {message["role"] for message in messages if isinstance(message.get("content"), (str, list))}
+                # What the template itself refuses as a text, it may take in the parts that the caller gave.
+                kinds = (list,) if isinstance(error, Refusal) else (str, list)
+                roles = {message["role"] for message in messages if isinstance(message.get("content"), kinds)}
                 next_forms = {role: _PARTS_AFTER.get(forms.get(role, _Form.TEXT)) for role in roles}
                 if not any(next_forms.values()):
-                    raise self.refusal(refusal) from error
+                    raise self.refusal(refusal) from (refusal if isinstance(refusal, Refusal) else error)
                 forms |= {role: form for role, form in next_forms.items() if form is not None}
 
     def _find_lost(
