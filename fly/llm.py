@@ -51,6 +51,7 @@ from fly.models.bundled import open_model
 from fly.models.checkpoint import Checkpoint
 from fly.models.generation import read_sampling_defaults
 from fly.models.loading import resolve_dtype
+from fly.models.messages import for_template
 from fly.models.thinking import ChatPrompt
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.ops import derive
@@ -465,7 +466,7 @@ class LLM:
         talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         if not talk:
             raise ValueError("a conversation has at least one message")
-        return self.tokenizer.apply_chat_template(talk, **variables)
+        return self.tokenizer.apply_chat_template(for_template(talk), **variables)
 
     def close(self) -> None:
         """End the engine's thread. Open calls raise ``Stopped``, and so do all later ones."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator
@@ -23,13 +24,14 @@ from tokenizers import AddedToken
 from fly import SamplingParams
 from fly.engine.job import News
 from fly.models.chat import ChatTemplate
+from fly.models.messages import for_template
 from fly.models.thinking import TAGS, Thinking
 from fly.models.tokenizer import Tokenizer
 from fly.runner.request import Token, Why
 from fly.runner.structured import Grammars
 from fly.serve.answers import Completion, Prepared, Vocabulary
 from fly.serve.jsons import loads
-from fly.serve.messages import Message, for_template
+from fly.serve.messages import Message
 from fly.serve.requests import ChatRequest
 from fly.serve.rules import Rules
 from fly.serve.tools import FORMATS, CallReader, format_of, grammar
@@ -276,7 +278,8 @@ def test_arguments_that_clients_send_are_an_object_to_templates(sent: Any, argum
     """An empty one for nothing, as vLLM has it; what is no object stays."""
     function = {"name": "f"} | ({} if sent is ... else {"arguments": sent})
     message = Message(role="assistant", tool_calls=[{"id": "1", "type": "function", "function": function}])
-    assert message.for_template()["tool_calls"][0]["function"] == {"name": "f", "arguments": arguments}
+    [converted] = for_template([message.to_dict()])
+    assert converted["tool_calls"][0]["function"] == {"name": "f", "arguments": arguments}
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.sampled_from(["f", "g"])), max_size=6), st.data())
@@ -291,7 +294,28 @@ def test_a_result_has_the_name_of_the_call_whose_id_it_bears(calls: list[tuple[s
         answered, sent = data.draw(st.sampled_from(["a", "b", None])), data.draw(st.sampled_from([None, "h"]))
         messages.append(Message(role="tool", tool_call_id=answered, name=sent, content="1"))
         expected.append(sent or names.get(answered or ""))
-    assert [message.get("name") for message in for_template(messages) if message["role"] == "tool"] == expected
+    converted = for_template([message.to_dict() for message in messages])
+    assert [message.get("name") for message in converted if message["role"] == "tool"] == expected
+
+
+ARGUMENTS_SENT = ['{"city": "Oslo"}', {"city": "Oslo"}, "", None, "Oslo", '{"city": NaN}', '"{}"']
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS_SENT)
+def test_a_conversation_has_the_same_prompt_in_python_as_on_the_server(here: Running, arguments: Any) -> None:
+    """A developer is the system, arguments are an object, and a result has the name of its call."""
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages: list[Any] = [
+        {"role": "developer", "content": "be brief"},
+        *CHAT,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "18 degrees"},
+    ]
+    kept = copy.deepcopy(messages)
+    llm = here.service.llm
+    ids = llm.chat_prompt(messages, tools=TOOLS)
+    assert llm.tokenizer is not None and messages == kept
+    assert llm.tokenizer.decode(ids, False) == prompt(here, messages=messages, tools=TOOLS)
 
 
 CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
@@ -492,13 +516,14 @@ def test_a_message_that_openais_client_has_parsed_can_be_sent_back(client: OpenA
         plain = message.model_dump(mode="json", exclude={"parsed"}, warnings=False)
         for call in plain["tool_calls"] or ():
             assert call["function"].pop("parsed_arguments")["city"] in ("Oslo", "Rome")
-        expected = Message.model_validate(plain).for_template()
+        expected = for_template([Message.model_validate(plain).to_dict()])
         for sent in (message, message.model_dump(mode="json", warnings=False)):
             again = client.chat.completions.create(**{**asked, "messages": [*CHAT, sent]}, max_tokens=1)
             alike = client.chat.completions.create(**{**asked, "messages": [*CHAT, plain]}, max_tokens=1)
             assert again.usage is not None and alike.usage is not None
             assert again.usage.prompt_tokens == alike.usage.prompt_tokens
-        assert Message.model_validate(message.model_dump(mode="json", warnings=False)).for_template() == expected
+        again = Message.model_validate(message.model_dump(mode="json", warnings=False))
+        assert for_template([again.to_dict()]) == expected
     assert texts.choices[0].message.parsed and calls.choices[0].message.tool_calls
 
 

@@ -348,7 +348,7 @@ def test_a_template_that_refuses_texts_gets_the_parts_of_the_caller(small: Token
     messages = user([part("hello")])
     assert small.decode(apply(small, source, messages), False) == plainly(source, messages=messages)
     for form, content in ((source, "hello"), ("{{ raise_exception('no part') }}", [part("hello")])):
-        with pytest.raises(ValueError, match="refused the messages: (wants parts|one part|no part)"):
+        with pytest.raises(ValueError, match=r"refused the messages: (wants parts|one part|no part)"):
             apply(small, form, user(content))
 
 

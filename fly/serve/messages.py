@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, NotRequired, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -15,7 +14,6 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from fly.errors import did_you_mean, shorten
-from fly.serve.jsons import TooMuch, loads
 
 __all__ = [
     "MOST",
@@ -28,7 +26,6 @@ __all__ = [
     "Part",
     "Tool",
     "Tools",
-    "for_template",
     "known_fields",
 ]
 
@@ -137,50 +134,13 @@ class Message(Body):
         parts = self.content or ""
         return parts if isinstance(parts, str) else "".join(part["text"] for part in parts)
 
-    def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it, absent fields left out."""
-        role = "system" if self.role == "developer" else self.role
-        names = ("content", "name", "tool_call_id", "reasoning_content")
-        fields = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if self.tool_calls is not None:
-            fields["tool_calls"] = list(map(_read_arguments, self.tool_calls))
-        return {"role": role, **fields}
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that chat templates read, absent ones left out."""
+        names = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4 * MOST)]
-
-
-def for_template(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """Return messages as chat templates expect them. A result of a tool without a name has that of the call with its
-    id: OpenAI's clients send the id alone, and some templates show the name alone."""
-    names: dict[str | None, str] = {}
-    converted = []
-    for message in messages:
-        fields = message.for_template()
-        if message.role == "tool" and message.tool_call_id in names:
-            fields.setdefault("name", names[message.tool_call_id])
-        names |= {call["id"]: call["function"]["name"] for call in fields.get("tool_calls", ()) if call.get("id")}
-        converted.append(fields)
-    return converted
-
-
-def _read_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn a call's arguments into an object, as templates expect. Without arguments it is empty; arguments that are
-    not the JSON of an object stay as they are. OpenAI's client adds ``parsed_arguments``, which repeat them."""
-    function = {name: value for name, value in call["function"].items() if name != "parsed_arguments"}
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = loads(arguments.strip() or "null", once=False)
-        except TooMuch as error:
-            raise ValueError(f"arguments of a call: {error}") from None
-        except ValueError:
-            return {**call, "function": function}
-    if arguments is None:
-        arguments = {}
-    if isinstance(arguments, dict):
-        function["arguments"] = arguments
-    return {**call, "function": function}
 
 
 class Function(Body):

@@ -24,6 +24,7 @@ from fly.engine.worker import Stopped
 from fly.errors import explain, shorten
 from fly.llm import LLM
 from fly.models.chat import pick
+from fly.models.messages import for_template
 from fly.models.thinking import ChatPrompt, Thinking
 from fly.models.tokenizer import TooLong
 from fly.serve import bodies
@@ -31,8 +32,7 @@ from fly.serve.answering import until_left
 from fly.serve.answers import Echo, Prepared, Vocabulary
 from fly.serve.clients import Client, Clients, Shares
 from fly.serve.errors import ApiError, ClientLeft, invalid, invalid_form
-from fly.serve.jsons import loads
-from fly.serve.messages import for_template
+from fly.serve.jsons import TooMuch, loads
 from fly.serve.metrics import Measured, Metrics
 from fly.serve.requests import ChatRequest, CompletionRequest, Generation, SpeculationRequest, TokenizeRequest
 from fly.serve.rules import Rules, Speculation
@@ -340,7 +340,7 @@ class Service:
         """Encode messages with the chat template. A chat must leave room for an answer."""
         with self._errors_about("messages"):
             return self.tokenizer.apply_chat_template(
-                for_template(body.messages or ()),
+                for_template([message.to_dict() for message in body.messages or ()], _parse_arguments),
                 body.opens_turn,
                 at_most=self.context - 1 if isinstance(body, ChatRequest) else None,
                 continue_final_message=body.continue_final_message,
@@ -416,6 +416,14 @@ class Service:
 
 _OWN = {"messages", "tools", "add_generation_prompt"}  # template variables that have fields of their own
 _OF_ENGINE = {name: name for name in Generation.model_fields} | {"prompt": "prompt", "structured": "structured"}
+
+
+def _parse_arguments(text: str) -> Any:
+    """Parse the arguments of a call that a client sends. Raises ``ApiError`` if there are too many of them."""
+    try:
+        return loads(text, once=False)
+    except TooMuch as error:
+        raise invalid("messages", f"arguments of a call: {error}") from None
 
 
 def _param_of(message: str) -> str | None:
