@@ -199,6 +199,18 @@ NUMBERS: list[tuple[str, float | None]] = [
     ("#### 1. Add\n3 + 4 = 7\n#### 2. Double\n7 * 2 = 14", 14),
     ("#### 1. Add\nWe get \\boxed{7}.\n#### 2. Check\n4 + 3", 7),
     ("Janet sells 16 - 3 - 4 = <<16-3-4=9>>9 duck eggs a day.\r\n#### 18\r\n", 18),
+    # LaTeX's space ~, a minus that stands alone, and plain spaces between thousands
+    ("The total is $10~000$.", 10000),
+    (r"\boxed{12~500}", 12500),
+    (r"\boxed{1~\frac{3}{4}}", 1.75),
+    ("The answer is 5~10.", 5),
+    ("The answer is - 5.", -5),
+    (r"The answer is \( - 5 \)", -5),
+    ("The answer - 5", 5),
+    ("The answer is 12 000", 12000),
+    ("#### 12 500 dollars", 12500),
+    (r"\boxed{9 500}", 9500),
+    ("The answer is 12 34", 12),
 ]
 
 
@@ -331,6 +343,24 @@ CHOICES: list[tuple[str, str]] = [
     ("The answer is as follows:\n\nC. Paris\n\nA. Rome is not", "C"),
     ("Bob and Carol", ""),
     ("The answer is Paris.", ""),
+    *[(f"Answer: C{point}Paris", "C") for point in (".", "．", ")", ":")],
+    ("The C.I.A. says B", "B"),
+    ("See A.1. It is B", "B"),
+    *[
+        (f"{wrong} C.", "C")
+        for wrong in (
+            "A, B, and D are all wrong.",
+            "A and B are both wrong.",
+            "A is clearly wrong.",
+            "A is also not right.",
+            "A is ruled out.",
+            "A can be eliminated.",
+        )
+    ],
+    ("The answer is either A or C. I choose C.", "C"),
+    ("The answer is A or C. It's C.", "C"),
+    ("The answer is between B and C; I pick C", "C"),
+    ("I would take option c", "C"),
 ]
 
 
@@ -456,6 +486,7 @@ CODE: list[tuple[str, str]] = [
     (f"1. Write:\n   ```python\n{PROGRAM}```", PROGRAM),
     (f"\t```python\n{moved(PROGRAM, chr(9))}\t```", PROGRAM),
     (f"> ```python\n{moved(PROGRAM, '> ')}> ```\nDone", PROGRAM),
+    (f"Here is the solution\n\n{PROGRAM}", PROGRAM),
     (f">> ```python\n{moved(PROGRAM, '>> ')}>> ```\nDone", PROGRAM),
 ]
 CODE += [(text.replace("\n", "\r\n"), program) for text, program in CODE[::3]]
@@ -543,6 +574,8 @@ def test_any_number_is_read_back(number: tuple[str, Fraction], wrapper: str, sen
 
 LETTER_WRAPPERS = [
     *WRAPPERS,
+    "<b>{}</b>",
+    "<I>({})</I>",
     "({})",
     "[{}]",
     '"{}"',
@@ -650,6 +683,11 @@ LONG = [
         for piece in ["<code>\n", "<code", "is minus ", "rule out A, ", "answer (", "Aa ", "Aa. ", "answer is:\n"]
     ],
     *[("Aa", " "), ("answer in", " "), ("negative", " "), ("is", " "), ("A) x\n", "A) x\n"), ("A or A", " ")],
+    *[("", piece) for piece in ["<b", "<b>", "A or B ", "between A and ", "A is also ", "Aa aa aa ", "~0", "1 000 "]],
+    *[
+        (head, " ")
+        for head in ["A is also", "<b", "answer is -", "B", "B:", "B yes", "Here is the", "not B", "choose B"]
+    ],
 ]
 
 

@@ -50,6 +50,7 @@ _COMMANDS = {
     "times": "×",
 }
 _COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.DOTALL)
+_TAGS_INLINE = re.compile(r"(?i)</?(?:b|i|u|em|strong|mark|span)(?:\s[^<>\n]{0,80})?>")
 _GROUP = r"\s*+(?:\{((?:[^{}]|\{[^{}]*\})*+)\}|(\d))"
 _FRAC = re.compile(rf"(?P<after>\d?)\\frac{_GROUP}{_GROUP}")
 _BOX = re.compile(r"\\?(?:boxed|fbox|framebox)\s*\{")
@@ -71,7 +72,9 @@ def _answer(text: str) -> str:
 def _plain(text: str) -> str:
     r"""Return the text without the markup of LaTeX and Markdown. Spaces that may separate thousands become U+2009, all
     signs of a minus ``-``, and ``\frac{3}{4}`` becomes ``3/4``."""
+    text = _TAGS_INLINE.sub("", text)
     text = re.sub(rf"(?<=\d)(?=[{_VULGAR}])", " ", text)
+    text = re.sub(r"(?<=\d)~(?=0\d\d|\\)", _THIN, text)  # LaTeX's space; elsewhere "5~10" is a range
     text = re.sub(r"[⁺⁻]?[⁰¹²³⁴-⁹]+", _raised, text).translate(_CHARACTERS)
     text = _COMMAND.sub(_written_out, text)
     text = re.sub(r"_\{[^{}]*\}", "", text)  # an index is no number of its own
@@ -123,7 +126,7 @@ def _boxes(text: str) -> list[str]:
         if end < 0:
             line_end = text.find("\n", begin)
             end = len(text) if line_end < 0 else line_end
-        contents.append(_plain(text[begin:end]))
+        contents.append(_plain(text[begin:end].replace("~", _THIN)))
     return contents
 
 
@@ -151,7 +154,8 @@ _WHOLE = (
 # Points that separate thousands: several of them, or one before a comma and decimals.
 _CONTINENTAL = r"\d{1,3}(?:(?:\.\d{3})+,\d{1,2}(?![\d,])|(?:\.\d{3}){2,}(?![.,]?\d))"
 _NUMBER = re.compile(
-    r"(?=[-.\d])(?<![A-Za-z\d^])(?<![A-Za-z\d]_)(?<!\d\.)(?<!\^-)(?P<dated>(?<=/)|(?<=/ ))?(?P<sign>(?<![\w.)\]%])-)?"
+    r"(?=[-.\d])(?<![A-Za-z\d^])(?<![A-Za-z\d]_)(?<!\d\.)(?<!\^-)(?P<dated>(?<=/)|(?<=/ ))?"
+    r"(?P<sign>(?<![^\W_])(?<![.)\]%])-)?"
     rf"(?P<digits>{_CONTINENTAL}|{_WHOLE}(?:\.\d+)?|(?<!\.)\.\d+)(?:[eE](?P<exponent>[-+]?\d{{1,4}})(?![A-Za-z\d]))?"
     r"(?:\s?\^\s?\(?(?P<power>-?\d{1,4})(?!\d))?"
     r"(?:\s?[×x*·]\s?10\s?\^\s?\(?(?P<tens>-?\d{1,4})(?!\d))?"
@@ -175,16 +179,17 @@ def read_number(text: str) -> Decimal | None:
     It is the number after the last ``####``, else the one in the last ``\boxed{}``, else the one after the last "answer
     is", "answer:" or ``<answer>``, else the last number. Of several numbers after a mark the first one counts, but
     "3 * 4 = 12" is 12. Numbers are written in English notation: a point before decimals, and thousands separated by
-    commas (also 12,34,567), apostrophes, underscores or narrow spaces. ``1.234,56`` and ``1.234.567``, which are no
-    English numbers, are read as they are meant. A fraction is its value; "50%" is 50, and units do not matter.
+    commas (also 12,34,567), apostrophes, underscores or narrow spaces, right after a mark also by plain spaces.
+    ``1.234,56`` and ``1.234.567``, which are no English numbers, are read as they are meant. A fraction is its value;
+    "50%" is 50, and units do not matter.
     """
     text = _answer(text)
     plain = _plain(text)
     hash_lines = [piece.partition("\n")[0] for piece in _HASHES.split(plain)[1:]]
     statements = [piece for piece in hash_lines if _STATED.match(piece)]
-    for pieces in (map(_signed, statements), map(_signed, _boxes(text)), _after(_ANSWER, plain)):
-        for piece in reversed(list(pieces)):
-            if (number := _first_number(piece)) is not None:
+    for pieces in (statements, _boxes(text), _after(_ANSWER, plain)):
+        for piece in reversed(pieces):
+            if (number := _first_number(_joined(piece))) is not None:
                 return number
     last = deque(_NUMBER.finditer(plain), maxlen=2)
     if not last:
@@ -193,9 +198,11 @@ def read_number(text: str) -> Decimal | None:
     return _value(last[-1]) if mixed is None else mixed
 
 
-def _signed(piece: str) -> str:
-    """Join a minus to the number that it begins: alone it is no dash."""
-    return re.sub(r"^\s*-\s+", "-", piece)
+def _joined(piece: str) -> str:
+    """Join the number that a piece begins with: to a minus before it, which is no dash there, and across plain spaces
+    that separate thousands."""
+    piece = re.sub(r"^\s*-\s+", "-", piece)
+    return re.sub(r"^\s*-?\d{1,3}(?: \d{3})+(?![\d.,]?\d)", lambda number: number[0].strip().replace(" ", _THIN), piece)
 
 
 def _first_number(piece: str) -> Decimal | None:
@@ -258,15 +265,19 @@ def _decimal(digits: str) -> Decimal:
 _WORDS = r"(?:(?:options?|choices?|letters?|answers?|the|be|it|is)\s+){0,3}"
 _OPEN, _CLOSE = r"[(\[\"'*]{0,3}", r"[)\]\"'*]{0,3}"
 _ONE = rf"{_OPEN}\b\w\b{_CLOSE}"
-_WRONG = r"(?:be\s+)?(?:not(?!\s+(?:wrong|incorrect|false))|wrong|incorrect|false)\b"
+_WRONG = (
+    r"(?:be\s++)?(?:(?:\w{1,20}ly|also|all|both|each)\s++){0,2}"
+    r"(?:not(?!\s+(?:wrong|incorrect|false))|wrong|incorrect|false|ruled\s+out|eliminated|excluded|rejected)\b"
+)
 _MORE = rf"(?:\s*,\s*{_ONE}){{0,9}}\s*+,?\s*+"  # further letters of a list, before its last one
-# "not A", "neither A nor B", "rule out A, B and D", "A is wrong", "A and B are wrong", "A or B?"
+# "not A", "neither A nor B", "rule out A, B and D", "A is wrong", "A and B are wrong", "A or B", "between A and B"
 _EXCLUDED = re.compile(
     rf"(?i)(?:\b(?:not|cannot|neither|nor|than|instead of)|n't)\s+{_WORDS}{_ONE}"
     rf"(?:{_MORE}(?:or|nor)\s+{_ONE})?(?!\w|['-]\w)"
     rf"|\b(?:eliminat|exclud|reject|discard|rul(?=e out|ed out|ing out))(?:e|ed|ing)?(?:\s+out)?\s+{_WORDS}{_ONE}"
     rf"(?:{_MORE}(?:and|or)\s+{_ONE})?(?!\w|['-]\w)"
     rf"|(?:{_ONE}\s*,\s*){{0,9}}{_ONE}\s*+,?\s*+(?:and|or)\s+{_ONE}(?:\s+(?:are|were|can|must)\s+{_WRONG}|\s*\?)"
+    rf"|(?:{_ONE}\s*,\s*){{0,9}}{_ONE}\s*+,?\s*+or\s+{_ONE}(?!\w|['-]\w)|\bbetween\s+{_ONE}\s+and\s+{_ONE}"
     rf"|{_ONE}(?:\s+\([^()\n]{{0,80}}\))?\s+(?:(?:is|was|can|must)\s+{_WRONG}|isn't|cannot)"
 )
 _CHOOSES = re.compile(
@@ -288,12 +299,13 @@ def _letter_patterns(choices: str) -> tuple[re.Pattern[str], ...]:
     # Neither the article "a" nor the pronoun "I" (no noun follows an article after these words), nor a part of a word.
     before = r"(?<![A-Za-z\dÀ-ɏ&])(?<![A-Za-z\d]_)(?<!\w[.'-])"
     after = (
-        r"(?![A-Za-z\dÀ-ɏ+#]|[_'.-]\w)(?!(?<=[AaIi])\s+(?!(?:is|was|and|or|but|because|since|as|for|by|due|which|would|must|"
+        r"(?![A-Za-z\dÀ-ɏ+#]|[_'-]\w|\.(?:[A-Za-z](?![A-Za-z])|\d))(?!(?<=[AaIi])\s+(?!(?:is|was|and|or|but|because|since|as|for|by|due|which|would|must|"
         r"should|has)\b)[a-z])(?!(?<=a)\s+[\dA-Z])"
     )
     letter_text = rf"{before}(?P<letter>{either}){after}"
     standing = (
-        rf"{before}(?:(?<=[(\[])(?={either}[)\]])|\A(?={either}(?:[).:]|\s*\Z))|(?={exact}))(?P<letter>{either}){after}"
+        rf"{before}(?:(?<=[(\[])(?={either}[)\]])|(?<=[Oo]ption )|(?<=[Cc]hoice )"
+        rf"|\A(?={either}(?:[).:]|\s*\Z))|(?={exact}))(?P<letter>{either}){after}"
     )
     verbs = r"choose|chose|pick|select|go with|going with|opt for|say|guess|it's|it is|must be|should be"
     right = r"(?:the\s+)?(?:\w+ly\s+)?(?:only\s+)?(?:correct|right|better|best|true|answer|choice|option)\b"
@@ -302,7 +314,9 @@ def _letter_patterns(choices: str) -> tuple[re.Pattern[str], ...]:
         rf"|(?={letter_text}{_CLOSE}(?:\s+\([^()\n]{{0,80}}\))?\s+(?i:is|must be|would be|seems)\s+(?i:{right}))"
         rf"|\b(?i:so|thus|hence|therefore)\b,?\s+(?i:{_WORDS}){_OPEN}(?={letter_text}{_CLOSE}[ \t]*(?:[.!\n]|\Z))"
     ).replace("(?P<letter>", "(")
-    verdict = rf"{letter_text}{_CLOSE}\s*[-:.]?\s+(?i:remains|correct|right|true|yes|✓|✔|✅)\s*(?:[.,;!\n]|\Z)"
+    verdict = (
+        rf"{letter_text}{_CLOSE}(?:\s++|\s*+[-:.]\s++)(?i:remains|correct|right|true|yes|✓|✔|✅)\s*(?:[.,;!\n]|\Z)"
+    )
     choice_list = rf"(?:^[ \t]*[(\[]?{exact}[)\].:][^\n]*(?:\n\s*|\Z)){{2,}}"
     patterns = letter_text, standing, conclusion, verdict
     return *map(re.compile, patterns), re.compile(choice_list, re.MULTILINE)
@@ -314,8 +328,8 @@ def read_choice(text: str, choices: str) -> str:
     It is the letter in the last ``\boxed{}``, else the one after the last "answer is", "answer:" or the like, else the
     one that is chosen last ("I choose C", "C is correct"), else the one with the last verdict ("C: yes"), else the
     first letter that stands alone and is neither an article nor a pronoun. In a list of choices no letter counts if one
-    does elsewhere. Letters that are excluded ("not A", "B is wrong") do not count. In lower case a letter counts in
-    the first two places, in brackets, and as the whole answer.
+    does elsewhere. Letters that are excluded ("not A", "B is wrong") or left open ("A or B") do not count. In lower
+    case a letter counts in the first two places, in brackets, after "option" or "choice", and as the whole answer.
     """
     in_place, standing, conclusion, verdict, choice_list = _letter_patterns(choices)
     letter_of = {**{letter.swapcase(): letter for letter in choices}, **{letter: letter for letter in choices}}
@@ -382,7 +396,7 @@ _LINE_OF_CODE = re.compile(r"^[ \t]*[^\s#]", re.MULTILINE)
 # An answer without fences: a program between tags, or after a line of prose.
 _TAG = re.compile(r"(?im)^(?:[<\[](?:begin|pre|code|python|solution|answer)\b[^<>\[\]\n]{0,80}[>\]])+[ \t]*\n")
 _END_TAG = re.compile(r"(?im)^[<\[](?:done\b|/(?:pre|code|python|solution|answer)\b)")
-_PROSE = re.compile(r"\s*[A-Z](?=\S+ )[^\n=(]*(?<=[.:!])[ \t]*\n")
+_PROSE = re.compile(r"\s*[A-Z](?:(?=\S+ )[^\n=(]*(?<=[.:!])[ \t]*|[\w']*(?: [a-z][\w'-]*){2}[^\n=(]*)\n")
 _FIRST_STATEMENT = re.compile(rf"^{_STATEMENT}", re.MULTILINE)
 # The begin of a text that continues a program: its language, or a line of code after any comments.
 _CONTINUES = re.compile(
