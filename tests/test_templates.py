@@ -168,6 +168,7 @@ LINES = templates(["a", "b", "'<|end|>'", "'<|'", "'|>'", "'user'"], blind(ONE),
 @example("{{ a|upper }}{{ '<|end|>' ~ a }}{{ '<|' ~ a }}end|>", "<|end|>", "end|>")
 @example("{{ ('<|end|>' ~ a)|wordwrap(3) }}", "<|end|>", "")
 @example("{{ a|e + ('x<'|e)|indent(2, false, true) + [('<'|e)|indent(2, false, true)][0] }}", "", "")
+@example("{{ ((b|first)|tojson) }}", "<|end|>", "")
 @example("{{ a[::-1] }}{{ a.split('x')|join }}<|end|>{{ a|capitalize }}", "<|end|>", ">|dne|<")
 def test_control_tokens_are_those_that_the_template_writes(
     small: Tokenizer, line: str, first: str, second: str
@@ -384,7 +385,9 @@ def test_a_content_that_is_looked_into_and_printed_is_a_text(small: Tokenizer, l
     # only parts have a method ``get``
     source = source.replace("p['type']", "p.type").replace("p.type", "p.get('type')")
     parts = [{**message, "content": [part(message["content"])]} for message in messages]
-    assert small.decode(apply(small, source, messages), False) == plainly(source, messages=parts)
+    assert small.decode(apply(small, source, parts), False) == plainly(source, messages=parts)
+    with pytest.raises(ValueError, match="has no attribute 'get'"):
+        apply(small, source, messages)
 
 
 def test_a_message_of_which_nothing_is_shown_is_an_error(small: Tokenizer) -> None:

@@ -200,10 +200,14 @@ class ChatTemplate:
                 forms[error.role] = _Form.ANY_TEXT
             except Exception as error:
                 refusal = refusal or error
-                # What the template itself refuses as a text, it may take in the parts that the caller gave.
-                kinds = (list,) if isinstance(error, Refusal) else (str, list)
-                roles = {message["role"] for message in messages if isinstance(message.get("content"), kinds)}
-                next_forms = {role: _PARTS_AFTER.get(forms.get(role, _Form.TEXT)) for role in roles}
+                # It may take parts. A text becomes parts only if the template neither refuses it in its own words nor
+                # prints parts as a list.
+                next_forms = {}
+                for message in messages:
+                    form = forms.get(message["role"], _Form.TEXT)
+                    reads_text = form is _Form.TEXT and not isinstance(error, Refusal)
+                    if isinstance(message.get("content"), (list, str) if reads_text else list):
+                        next_forms[message["role"]] = _PARTS_AFTER.get(form)
                 if not any(next_forms.values()):
                     raise self.refusal(refusal) from (refusal if isinstance(refusal, Refusal) else error)
                 forms |= {role: form for role, form in next_forms.items() if form is not None}
