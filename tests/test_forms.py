@@ -10,6 +10,7 @@ import datetime
 import decimal
 import ipaddress
 import json
+import math
 import random
 import re
 import sys
@@ -186,6 +187,23 @@ CLOSED = {"type": "object", "properties": {"a": {}}, "additionalProperties": Fal
 @example(schema={"$ref": "#/$defs/d"}, other={"type": "array", "items": {"$ref": "#/$defs/d"}, "minItems": 1}, seed=0)
 def test_a_schema_is_refused_with_words_or_its_answers_are_valid(schema: Schema, other: Schema, seed: int) -> None:
     event(f"taken: {check({**schema, '$defs': {'d': other}}, range(seed, seed + 6))}")
+
+
+@given(
+    value=st.floats(-100, 100) | st.floats(-(2.0**62), 2.0**62) | st.floats(-1e-6, 1e-6),
+    key=st.sampled_from(["const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]),
+)
+@example(94.52706955539223, "const")
+@example(94.52706955539223, "maximum")
+@example(7e-25, "const")
+@example(1e-30, "exclusiveMaximum")
+def test_a_number_of_many_digits_is_refused_or_held(value: float, key: str) -> None:
+    """The library reads some of them as their neighbours."""
+    is_taken = check({key: value} if key == "const" else {"type": "number", key: value}, range(2))
+    assert is_taken or (key == "const" and (len(str(abs(value))) > 15 or abs(value) < 1e-6)) or abs(value) > 9e17
+    if is_taken and key != "const":
+        beyond = math.nextafter(value, math.inf if "aximum" in key else -math.inf)
+        assert not takes({"type": "number", key: value}, format(decimal.Decimal(repr(beyond)), "f"))
 
 
 # --- refused ---------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from functools import cache
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
@@ -42,6 +43,7 @@ _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # characters that onl
 # The formats that texts are held to.
 _FORMATS = ["date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
 _TOO_LARGE = 2**63  # the library makes integers beyond these the last of 64 bits
+_EXACT, _MOST_DECIMALS = 2**53, 22  # a float holds each integer up to the one, and 10 to the power of the other
 _GAP = 1e-9  # numbers that are closer to an exclusive bound are not written
 
 
@@ -395,8 +397,8 @@ def _prepare_pattern(pattern: str, key: str) -> str:
 
 
 def _move_bounds(schema: dict[str, Any]) -> None:
-    """Replace exclusive bounds, some of which the library lets be reached, and bounds that are no floats, which it
-    rounds. The new bounds stand a little further in."""
+    """Replace exclusive bounds, some of which the library lets be reached, and bounds that it rounds: those that are no
+    floats, and those of many digits. The new bounds stand a little further in."""
     for bound, exclusive, sign in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
         values = []
         if _is_number(value := schema.get(bound)):
@@ -407,7 +409,7 @@ def _move_bounds(schema: dict[str, Any]) -> None:
             edge = _round_inwards(beyond, sign)
             values.append(sign * max(sign * edge + _GAP, math.nextafter(sign * edge, math.inf)))
         if values:
-            schema[bound] = sign * max(sign * each for each in values)
+            schema[bound] = _shorten_inwards(sign * max(sign * each for each in values), sign)
 
 
 def _round_inwards(bound: Any, sign: int) -> float:
@@ -415,8 +417,30 @@ def _round_inwards(bound: Any, sign: int) -> float:
     try:
         nearest = float(bound)
     except OverflowError:
-        raise ValueError("a bound is beyond the numbers of 64 bits") from None
+        nearest = math.inf
+    if math.isinf(nearest):
+        raise ValueError("a bound is beyond the numbers of 64 bits")
     return math.nextafter(nearest, sign * math.inf) if sign * nearest < sign * bound else nearest
+
+
+def _is_read_exactly(value: float) -> bool:
+    """Return whether the library reads this number as it is. It reads digits as one integer, which it multiplies or
+    divides by a power of ten in 64 bits: both are exact if they are small."""
+    digits, _, exponent = json.dumps(value).lstrip("-").partition("e")
+    whole, _, decimals = digits.partition(".")
+    return int(whole + decimals) < _EXACT and abs(int(exponent or 0) - len(decimals)) <= _MOST_DECIMALS
+
+
+def _shorten_inwards(bound: float, sign: int) -> float:
+    """Return the next number that the library reads exactly: at the bound, or above it if ``sign`` is 1, else below."""
+    if bound.is_integer() and abs(bound) < _EXACT:
+        return int(bound)
+    if _is_read_exactly(bound):
+        return bound
+    exact = Decimal(bound)
+    decimals = min(_MOST_DECIMALS, 14 - exact.adjusted())
+    rounding = ROUND_CEILING if sign > 0 else ROUND_FLOOR
+    return float(exact.quantize(Decimal(1).scaleb(-decimals), rounding))
 
 
 def _is_number(value: Any) -> bool:
@@ -434,8 +458,10 @@ def _check_constants(schema: dict[str, Any]) -> None:
             raise ValueError(f"the constant {value[:60]!r} has a control character, which answers here never have")
         elif _is_number(value) and not -_TOO_LARGE < value < _TOO_LARGE:
             raise ValueError(f"the constant {str(value)[:60]} is beyond the integers of 64 bits")
-        elif isinstance(value, int) and int(float(value)) != value:
+        elif _is_number(value) and abs(value) >= _EXACT and int(Decimal(str(value))) != int(float(value)):
             raise ValueError(f"the constant {value} is between two numbers of 64 bits")
+        elif isinstance(value, float) and not _is_read_exactly(value):
+            raise ValueError(f"the constant {value} has more than 15 digits, or more than 22 after its point")
 
 
 def _check_size(schema: dict[str, Any]) -> None:
