@@ -111,7 +111,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _likeness(one: str, other: str) -> float:
-    """Return how similar two words are, from 0 to 1. Either order counts, since difflib's own result depends on it."""
+    """Return how similar two words are, from 0 to 1; capitals do not count. Either order counts, since difflib's own
+    result depends on it."""
+    one, other = one.casefold(), other.casefold()
     return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in ((one, other), (other, one)))
 
 

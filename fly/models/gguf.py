@@ -280,10 +280,11 @@ class GGUF(Checkpoint):
 
     def _size(self, key: str, default: int | None = None) -> int:
         """Read a whole number from 1 on. Zero stands for the default."""
-        value = self._number(key, default) or default
+        stored = self._number(key, default)
+        value = stored or default
         if not isinstance(value, int) or value < 1:
             raise CheckpointError(
-                f"{self.path}: {self.architecture}.{key} is {value!r}; it must be a whole number above 0"
+                f"{self.path}: {self.architecture}.{key} is {stored!r}; it must be a whole number above 0"
             )
         return value
 
