@@ -211,6 +211,16 @@ NUMBERS: list[tuple[str, float | None]] = [
     ("#### 12 500 dollars", 12500),
     (r"\boxed{9 500}", 9500),
     ("The answer is 12 34", 12),
+    ("The answer is 1 234 567.89", 1234567.89),
+    ("The answer is 1 000 0000", 1),
+    (r"\boxed{5\frac{125}{128}}", 5 + 125 / 128),
+    ("The answer is 5 125/128", 5 + 125 / 128),
+    *[
+        (f"{mark}{between}- 5 apples", 5)
+        for mark in ("The answer is:", "**Answer:**", "Answer")
+        for between in ("\n", "\n\n")
+    ],
+    ("Since a<b and b>12", 12),
 ]
 
 
@@ -361,6 +371,13 @@ CHOICES: list[tuple[str, str]] = [
     ("The answer is A or C. It's C.", "C"),
     ("The answer is between B and C; I pick C", "C"),
     ("I would take option c", "C"),
+    ("The correct answer is C, or 4.", "C"),
+    ("The answer is (B), or x = 5", "B"),
+    ("The answer is C or a similar one.", "C"),
+    ("The answer is D, or I think so", "D"),
+    ("a<b and B>c", "B"),
+    ("I take adoption b. C", "C"),
+    ("The <b style='x'>answer</b> is <span class=\"y\">C</span>", "C"),
 ]
 
 
@@ -683,7 +700,11 @@ LONG = [
         for piece in ["<code>\n", "<code", "is minus ", "rule out A, ", "answer (", "Aa ", "Aa. ", "answer is:\n"]
     ],
     *[("Aa", " "), ("answer in", " "), ("negative", " "), ("is", " "), ("A) x\n", "A) x\n"), ("A or A", " ")],
-    *[("", piece) for piece in ["<b", "<b>", "A or B ", "between A and ", "A is also ", "Aa aa aa ", "~0", "1 000 "]],
+    *[("A a ", "b"), ("Aa aa b", "-"), ("Answer\n- ", " "), ("answer is 1", " 000"), ("A, ", "B, ")],
+    *[
+        ("", piece)
+        for piece in ["<b", "answer\n- ", "<b>", "A or B ", "between A and ", "A is also ", "Aa aa aa ", "~0", "1 000 "]
+    ],
     *[
         (head, " ")
         for head in ["A is also", "<b", "answer is -", "B", "B:", "B yes", "Here is the", "not B", "choose B"]

@@ -29,7 +29,7 @@ ONE = [
     "({}|map('upper')|join)", "({}|select('equalto', 'a')|join)", "({}|max)", "({}|wordcount)", "({}|length)",
     "({{'k': {}}}|xmlattr)", "({{'k': {}, 3: none}}|tojson(indent=1, sort_keys=false))", "([{}]|string)",
     "({{'k': [1, {}]}} ~ '')", "([{{'k': {}}}]|groupby('k')|map(attribute='grouper')|join)", "({}|attr('upper'))()",
-    "({}|int(5))", "{}[1:]", "{}[:-1]", "{}[::-1]", "{}[0]", "{}.split('a')[-1]",
+    "({}|int(5)|string)", "{}[1:]", "{}[:-1]", "{}[::-1]", "{}[0]", "{}.split('a')[-1]",
     "('|'.join({}.split()))", "('|'.join({}.rsplit(none, 1)))", "{}.partition(' ')[2]", "{}.rpartition('<')[0]",
     "('+'.join({}.splitlines(true)))", "{}.strip('<a')", "{}.lstrip()", "{}.rstrip('>')", "({}*2)", "{}.zfill(9)",
     "{}.ljust(9, '*')", "{}.rjust(9)", "{}.center(8, 'q')", "{}.expandtabs(3)", "{}.swapcase()", "{}.casefold()",

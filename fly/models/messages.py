@@ -18,7 +18,7 @@ def for_template(messages: Iterable[Any], parse: Callable[[str], Any] = json.loa
     - A result of a tool without a name has that of the call with its id: OpenAI's clients send the id alone, and some
       templates show the name alone.
     """
-    names: dict[Any, Any] = {}
+    names: dict[str, Any] = {}  # of calls, by their ids
     converted = []
     for message in messages:
         if not isinstance(message, Mapping):
@@ -29,7 +29,9 @@ def for_template(messages: Iterable[Any], parse: Callable[[str], Any] = json.loa
             fields["role"] = "system"
         if isinstance(calls := fields.get("tool_calls"), (list, tuple)):
             fields["tool_calls"] = [_read_call(call, parse) for call in calls]
-            names |= {call["id"]: call["function"].get("name") for call in fields["tool_calls"] if _has_id(call)}
+            names |= {
+                call["id"]: call["function"].get("name") for call in fields["tool_calls"] if _is_call_with_id(call)
+            }
         if fields.get("role") == "tool" and fields.get("name") is None:
             id_ = fields.get("tool_call_id")
             fields["name"] = names.get(id_) if isinstance(id_, str) else None
@@ -37,7 +39,7 @@ def for_template(messages: Iterable[Any], parse: Callable[[str], Any] = json.loa
     return converted
 
 
-def _has_id(call: Any) -> bool:
+def _is_call_with_id(call: Any) -> bool:
     return _is_call(call) and isinstance(call.get("id"), str) and bool(call["id"])
 
 

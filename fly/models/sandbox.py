@@ -202,12 +202,12 @@ class _Formatter(SandboxedFormatter):
     """Writes ``form.format(...)`` in pieces that keep their writers."""
 
     pieces: list[str] | None = None
-    _writer = TEMPLATE  # of the form
-    _how: str = EMPTY  # the form of the value that comes next, such as ">8" in "{:>8}", with its writers
+    _writer = TEMPLATE  # who wrote the form's own text
+    _specification: str = EMPTY  # of the value that comes next, such as ">8" in "{:>8}", with its writers
 
     def parse(self, form: Any) -> Iterable[Any]:
         if self.pieces is not None:
-            return self._note_how(form)
+            return self._note_specification(form)
         self.pieces, self._writer = [], common_writer(form)
         return self._note_text(form)
 
@@ -217,17 +217,20 @@ class _Formatter(SandboxedFormatter):
             self.pieces.append(trace(text, self._writer))
             yield text, *field
 
-    def _note_how(self, form: str) -> Iterator[Any]:
-        """Read the form of a value. Its own fields, such as "{w}" in "{:{w}}", are no pieces of the text."""
+    def _note_specification(self, form: str) -> Iterator[Any]:
+        """Read the specification of a value. Its own fields, such as "{w}" in "{:{w}}", are no pieces of the text."""
         assert self.pieces is not None
         before = len(self.pieces)
         yield from self._note_text(form)
-        self._how = EMPTY.join(self.pieces[before:])
+        self._specification = EMPTY.join(self.pieces[before:])
         del self.pieces[before:]
 
     def format_field(self, value: Any, form: str) -> str:
         assert self.pieces is not None
-        written = trace(format(value, form), common_writer(value, self._how)) if form else text_of(value)
+        # A message that writes the specification may write the character that fills the width.
+        by_template = set(writers_of(self._specification)) <= {TEMPLATE}
+        writer = common_writer(value) if by_template else common_writer(value, self._specification)
+        written = trace(format(value, form), writer) if form else text_of(value)
         self.pieces.append(written)
         return written
 

@@ -50,7 +50,7 @@ _COMMANDS = {
     "times": "×",
 }
 _COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.DOTALL)
-_TAGS_INLINE = re.compile(r"(?i)</?(?:b|i|u|em|strong|mark|span)(?:\s[^<>\n]{0,80})?>")
+_TAGS_INLINE = re.compile(r"(?i)</?(?:b|i|u|em|strong|mark|span)(?:\s[\w-]{1,20}=[^<>\n]{0,80})?>")
 _GROUP = r"\s*+(?:\{((?:[^{}]|\{[^{}]*\})*+)\}|(\d))"
 _FRAC = re.compile(rf"(?P<after>\d?)\\frac{_GROUP}{_GROUP}")
 _BOX = re.compile(r"\\?(?:boxed|fbox|framebox)\s*\{")
@@ -131,9 +131,16 @@ def _boxes(text: str) -> list[str]:
 
 
 def _after(mark: re.Pattern[str], plain: str) -> list[str]:
-    """Return for each mark what follows it: the rest of its line, or the next line that is not empty. If that ends with
-    a colon, the line after it follows too."""
-    pieces = (piece.lstrip(" \t\r\n*:=") for piece in mark.split(plain)[1:])
+    """Return for each mark what follows it: the rest of its line, or the next line that is not empty, without its
+    bullet. If that ends with a colon, the line after it follows too."""
+    marks = list(mark.finditer(plain))
+    ends = [*(match.start() for match in marks[1:]), len(plain)]
+    pieces = []
+    for match, end in zip(marks, ends):
+        rest = plain[match.end() : end]
+        piece = rest.lstrip(" \t\r\n*:=")
+        before = match[0][-1:] + rest[: len(rest) - len(piece)]
+        pieces.append(re.sub(r"^-[ \t]+", "", piece) if "\n" in before else piece)
     return [match[0] for piece in pieces if (match := re.match(r"[^\n]*(?:(?<=:)\s+[^\n]+)?", piece))]
 
 
@@ -202,7 +209,8 @@ def _joined(piece: str) -> str:
     """Join the number that a piece begins with: to a minus before it, which is no dash there, and across plain spaces
     that separate thousands."""
     piece = re.sub(r"^\s*-\s+", "-", piece)
-    return re.sub(r"^\s*-?\d{1,3}(?: \d{3})+(?![\d.,]?\d)", lambda number: number[0].strip().replace(" ", _THIN), piece)
+    spaced = r"^\s*-?\d{1,3}(?: \d{3})++(?:\.\d++)?(?!\d|[.,]\d|\s?/\s?\d)"
+    return re.sub(spaced, lambda number: number[0].strip().replace(" ", _THIN), piece)
 
 
 def _first_number(piece: str) -> Decimal | None:
@@ -265,6 +273,7 @@ def _decimal(digits: str) -> Decimal:
 _WORDS = r"(?:(?:options?|choices?|letters?|answers?|the|be|it|is)\s+){0,3}"
 _OPEN, _CLOSE = r"[(\[\"'*]{0,3}", r"[)\]\"'*]{0,3}"
 _ONE = rf"{_OPEN}\b\w\b{_CLOSE}"
+_CAPITAL = rf"{_OPEN}\b(?-i:[A-HJ-Z])\b{_CLOSE}"  # a letter that is surely one of the choices
 _WRONG = (
     r"(?:be\s++)?(?:(?:\w{1,20}ly|also|all|both|each)\s++){0,2}"
     r"(?:not(?!\s+(?:wrong|incorrect|false))|wrong|incorrect|false|ruled\s+out|eliminated|excluded|rejected)\b"
@@ -277,7 +286,8 @@ _EXCLUDED = re.compile(
     rf"|\b(?:eliminat|exclud|reject|discard|rul(?=e out|ed out|ing out))(?:e|ed|ing)?(?:\s+out)?\s+{_WORDS}{_ONE}"
     rf"(?:{_MORE}(?:and|or)\s+{_ONE})?(?!\w|['-]\w)"
     rf"|(?:{_ONE}\s*,\s*){{0,9}}{_ONE}\s*+,?\s*+(?:and|or)\s+{_ONE}(?:\s+(?:are|were|can|must)\s+{_WRONG}|\s*\?)"
-    rf"|(?:{_ONE}\s*,\s*){{0,9}}{_ONE}\s*+,?\s*+or\s+{_ONE}(?!\w|['-]\w)|\bbetween\s+{_ONE}\s+and\s+{_ONE}"
+    rf"|(?:{_CAPITAL}\s*,\s*){{0,9}}{_CAPITAL}\s*+,?\s*+or\s+{_CAPITAL}(?!\w|['-]\w)"
+    rf"|\bbetween\s+{_CAPITAL}\s+and\s+{_CAPITAL}"
     rf"|{_ONE}(?:\s+\([^()\n]{{0,80}}\))?\s+(?:(?:is|was|can|must)\s+{_WRONG}|isn't|cannot)"
 )
 _CHOOSES = re.compile(
@@ -304,7 +314,7 @@ def _letter_patterns(choices: str) -> tuple[re.Pattern[str], ...]:
     )
     letter_text = rf"{before}(?P<letter>{either}){after}"
     standing = (
-        rf"{before}(?:(?<=[(\[])(?={either}[)\]])|(?<=[Oo]ption )|(?<=[Cc]hoice )"
+        rf"{before}(?:(?<=[(\[])(?={either}[)\]])|(?<=\b[Oo]ption )|(?<=\b[Cc]hoice )"
         rf"|\A(?={either}(?:[).:]|\s*\Z))|(?={exact}))(?P<letter>{either}){after}"
     )
     verbs = r"choose|chose|pick|select|go with|going with|opt for|say|guess|it's|it is|must be|should be"
@@ -396,7 +406,7 @@ _LINE_OF_CODE = re.compile(r"^[ \t]*[^\s#]", re.MULTILINE)
 # An answer without fences: a program between tags, or after a line of prose.
 _TAG = re.compile(r"(?im)^(?:[<\[](?:begin|pre|code|python|solution|answer)\b[^<>\[\]\n]{0,80}[>\]])+[ \t]*\n")
 _END_TAG = re.compile(r"(?im)^[<\[](?:done\b|/(?:pre|code|python|solution|answer)\b)")
-_PROSE = re.compile(r"\s*[A-Z](?:(?=\S+ )[^\n=(]*(?<=[.:!])[ \t]*|[\w']*(?: [a-z][\w'-]*){2}[^\n=(]*)\n")
+_PROSE = re.compile(r"\s*[A-Z](?:(?=\S+ )[^\n=(]*(?<=[.:!])[ \t]*|[\w']*(?: [a-z][\w'-]*+){2}[^\n=(]*)\n")
 _FIRST_STATEMENT = re.compile(rf"^{_STATEMENT}", re.MULTILINE)
 # The begin of a text that continues a program: its language, or a line of code after any comments.
 _CONTINUES = re.compile(

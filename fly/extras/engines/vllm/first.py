@@ -126,9 +126,9 @@ def _replaces_all(
 ) -> bool:
     """Return whether nothing of vLLM's own decision on ``count`` rows would be left, so that it need not be computed.
 
-    On CPUs it may take three times as long as the rules'. On other devices the host would have to wait for the counts.
-    Beside seeded rows that are not greedy it is computed all the same: it draws from their generators, which draw their
-    bonus tokens too, and what a row draws must not depend on its neighbours.
+    On CPUs it may take more than twice as long as the rules'. On other devices the host would have to wait for the
+    counts. Beside seeded rows that are not greedy it is computed all the same: it draws from their generators, which
+    draw their bonus tokens too, and what a seeded row draws must not depend on its neighbours.
     """
     if not on_host(device) or (sampling_metadata.generators and not sampling_metadata.all_greedy):
         return False
