@@ -189,21 +189,57 @@ def test_a_schema_is_refused_with_words_or_its_answers_are_valid(schema: Schema,
     event(f"taken: {check({**schema, '$defs': {'d': other}}, range(seed, seed + 6))}")
 
 
+BOUNDS = ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]
+
+
 @given(
-    value=st.floats(-100, 100) | st.floats(-(2.0**62), 2.0**62) | st.floats(-1e-6, 1e-6),
-    key=st.sampled_from(["const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]),
+    value=st.floats(-100, 100) | st.floats(-(2.0**62), 2.0**62) | st.floats(-1e-6, 1e-6) | st.integers(-(2**59), 2**59),
+    key=st.sampled_from(["const", *BOUNDS]),
+    kind=st.sampled_from(["number", "integer"]),
 )
-@example(94.52706955539223, "const")
-@example(94.52706955539223, "maximum")
-@example(7e-25, "const")
-@example(1e-30, "exclusiveMaximum")
-def test_a_number_of_many_digits_is_refused_or_held(value: float, key: str) -> None:
+@example(94.52706955539223, "const", "number")
+@example(94.52706955539223, "maximum", "number")
+@example(7e-25, "const", "number")
+@example(1e-30, "exclusiveMaximum", "number")
+@example(1000000000000000.0, "const", "number")
+@example(2**53 + 1, "exclusiveMinimum", "integer")
+@example(2.0**53, "maximum", "integer")
+def test_a_number_of_many_digits_is_refused_or_held(value: float, key: str, kind: str) -> None:
     """The library reads some of them as their neighbours."""
-    is_taken = check({key: value} if key == "const" else {"type": "number", key: value}, range(2))
-    assert is_taken or (key == "const" and (len(str(abs(value))) > 15 or abs(value) < 1e-6)) or abs(value) > 9e17
+    schema = {key: value} if key == "const" else {"type": kind, key: value}
+    is_taken = check(schema, range(2))
+    whole = value == int(value)
+    many_digits = abs(value) > 2**53 if whole else len(str(value)) > 15 or abs(value) < 1e-6
+    assert is_taken or abs(value) > 9e17 or (key == "const" and many_digits)
     if is_taken and key != "const":
-        beyond = math.nextafter(value, math.inf if "aximum" in key else -math.inf)
-        assert not takes({"type": "number", key: value}, format(decimal.Decimal(repr(beyond)), "f"))
+        sign = 1 if "aximum" in key else -1
+        beyond = math.nextafter(value, sign * math.inf) if kind == "number" else math.floor(value) + (sign > 0)
+        for number in (beyond, value) if key.startswith("exclusive") else (beyond,):
+            if kind == "number" or (number == int(number) and sign * number > sign * value):
+                assert not takes(schema, format(decimal.Decimal(repr(number)), "f"))
+
+
+@pytest.mark.parametrize("kind", ["number", "integer"])
+@pytest.mark.parametrize("value", [0, 5, -7, 2**53 - 1, 2**53, 2**53 + 2])
+def test_a_whole_bound_is_exact(kind: str, value: int) -> None:
+    for bound in (value, float(value)):
+        schema = {"type": kind, "minimum": bound, "maximum": bound}
+        assert takes(schema, str(value)) and not takes(schema, str(value - 2)) and not takes(schema, str(value + 2))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ({"minimum": 0.30000000000000004, "maximum": 0.30000000000000004}, "no number of 15 digits"),
+        ({"exclusiveMinimum": 5, "maximum": 5}, "no number of 15 digits"),
+        ({"minimum": 5, "maximum": 3}, "minimum"),
+        ({"minimum": math.nan}, "a bound is beyond"),
+        ({"minimum": 10**400}, "a bound is beyond"),
+    ],
+)
+def test_bounds_without_a_number_between_are_refused_in_words(bounds: Schema, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        compile_schema({"type": "number", **bounds})
 
 
 # --- refused ---------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import unquote, urldefrag, urljoin
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -44,7 +44,7 @@ _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # characters that onl
 _FORMATS = ["date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
 _TOO_LARGE = 2**63  # the library makes integers beyond these the last of 64 bits
 _EXACT, _MOST_DECIMALS = 2**53, 22  # a float holds each integer up to the one, and 10 to the power of the other
-_GAP = 1e-9  # numbers that are closer to an exclusive bound are not written
+_GAP = 1e-9  # fractions that are closer to an exclusive bound are not written
 
 
 def compile_form(vocabulary: LLTokenizer, kind: str, source: str) -> LLMatcher:
@@ -118,7 +118,7 @@ def _join_lines(text: str) -> str:
 
 def _prepare_schema(source: str) -> str:
     """Return a JSON schema as the library needs it. Raises ``ValueError`` with the reason if it cannot be held."""
-    schema = json.loads(source, object_pairs_hook=_read_object)
+    schema = json.loads(source, object_pairs_hook=_read_object, parse_float=_read_fraction)
     if not isinstance(schema, dict):
         return source
     _Schemas(schema).prepare()
@@ -133,6 +133,12 @@ def _read_object(members: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in members]
         raise ValueError(f"an object has {next(name for name in names if names.count(name) > 1)!r} twice")
     return value
+
+
+def _read_fraction(text: str) -> float:
+    """Read a number that is written with a point or an exponent. The library reads 5 exactly, but not always 5.0."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < _EXACT else value
 
 
 # What a grammar in Lark's syntax has: texts, expressions and comments, or the start of a schema.
@@ -398,18 +404,30 @@ def _prepare_pattern(pattern: str, key: str) -> str:
 
 def _move_bounds(schema: dict[str, Any]) -> None:
     """Replace exclusive bounds, some of which the library lets be reached, and bounds that it rounds: those that are no
-    floats, and those of many digits. The new bounds stand a little further in."""
+    floats, and fractions of many digits. The new bounds stand a little further in. Raises ``ValueError`` if nothing is
+    left between them."""
+    crossed = _is_crossed(schema)
     for bound, exclusive, sign in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
-        values = []
+        limits = []
         if _is_number(value := schema.get(bound)):
-            values.append(_round_inwards(value, sign))
+            limits.append(_round_inwards(value, sign))
         beyond = schema.get(exclusive)
-        if schema.get("type") != "integer" and _is_number(beyond := value if beyond is True else beyond):
+        if _is_number(beyond := value if beyond is True else beyond):
             del schema[exclusive]
             edge = _round_inwards(beyond, sign)
-            values.append(sign * max(sign * edge + _GAP, math.nextafter(sign * edge, math.inf)))
-        if values:
-            schema[bound] = _shorten_inwards(sign * max(sign * each for each in values), sign)
+            if schema.get("type") == "integer":
+                limits.append(_round_inwards(math.floor(beyond) + 1 if sign > 0 else math.ceil(beyond) - 1, sign))
+            else:
+                limits.append(sign * max(sign * edge + _GAP, math.nextafter(sign * edge, math.inf)))
+        if limits:
+            schema[bound] = _shorten_inwards(sign * max(sign * limit for limit in limits), sign)
+    if _is_crossed(schema) and not crossed:
+        raise ValueError("no number of 15 digits is within the bounds")
+
+
+def _is_crossed(schema: dict[str, Any]) -> bool:
+    least, most = schema.get("minimum"), schema.get("maximum")
+    return _is_number(least) and _is_number(most) and least > most
 
 
 def _round_inwards(bound: Any, sign: int) -> float:
@@ -418,7 +436,7 @@ def _round_inwards(bound: Any, sign: int) -> float:
         nearest = float(bound)
     except OverflowError:
         nearest = math.inf
-    if math.isinf(nearest):
+    if not math.isfinite(nearest):
         raise ValueError("a bound is beyond the numbers of 64 bits")
     return math.nextafter(nearest, sign * math.inf) if sign * nearest < sign * bound else nearest
 
@@ -432,18 +450,19 @@ def _is_read_exactly(value: float) -> bool:
 
 
 def _shorten_inwards(bound: float, sign: int) -> float:
-    """Return the next number that the library reads exactly: at the bound, or above it if ``sign`` is 1, else below."""
-    if bound.is_integer() and abs(bound) < _EXACT:
-        return int(bound)
+    """Return a bound that the library reads exactly: an integer, a fraction as it is, or the next one of 15 digits,
+    which is above if ``sign`` is 1."""
+    if bound.is_integer():
+        return int(bound) if abs(bound) < _TOO_LARGE else bound
     if _is_read_exactly(bound):
         return bound
     exact = Decimal(bound)
-    decimals = min(_MOST_DECIMALS, 14 - exact.adjusted())
-    rounding = ROUND_CEILING if sign > 0 else ROUND_FLOOR
-    return float(exact.quantize(Decimal(1).scaleb(-decimals), rounding))
+    decimals = max(0, min(_MOST_DECIMALS, 14 - exact.adjusted()))
+    shorter = exact.quantize(Decimal(1).scaleb(-decimals), ROUND_CEILING if sign > 0 else ROUND_FLOOR)
+    return float(shorter) if decimals else int(shorter)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -134,12 +134,12 @@ def _after(mark: re.Pattern[str], plain: str) -> list[str]:
     """Return for each mark what follows it: the rest of its line, or the next line that is not empty, without its
     bullet. If that ends with a colon, the line after it follows too."""
     marks = list(mark.finditer(plain))
-    ends = [*(match.start() for match in marks[1:]), len(plain)]
+    ends = [*(following.start() for following in marks[1:]), len(plain)]
     pieces = []
-    for match, end in zip(marks, ends):
-        rest = plain[match.end() : end]
+    for begin, end in zip(marks, ends):
+        rest = plain[begin.end() : end]
         piece = rest.lstrip(" \t\r\n*:=")
-        before = match[0][-1:] + rest[: len(rest) - len(piece)]
+        before = begin[0][-1:] + rest[: len(rest) - len(piece)]
         pieces.append(re.sub(r"^-[ \t]+", "", piece) if "\n" in before else piece)
     return [match[0] for piece in pieces if (match := re.match(r"[^\n]*(?:(?<=:)\s+[^\n]+)?", piece))]
 
