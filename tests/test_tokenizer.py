@@ -424,9 +424,19 @@ def test_valid_text_streams_whole_characters(tokenizer: Tokenizer, text: str) ->
 def test_broken_bytes_never_break_a_stream(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """Single bytes as tokens may take settled characters back; the stream goes on, and keeps what it gave."""
     broken = data.draw(all_ids(tokenizer))
+    check_broken_stream(tokenizer, broken)
+
+
+def check_broken_stream(tokenizer: Tokenizer, broken: list[int]) -> None:
     whole = tokenizer.encode("the cat", add_special_tokens=False)
     given_out, _ = pieces(tokenizer, [*broken, *whole])
-    assert "".join(given_out).endswith("cat")
+    assert "".join(given_out).endswith("cat") and not given_out[-1]
+
+
+def test_a_bad_byte_after_settled_characters_repeats_none(tokenizer: Tokenizer) -> None:
+    """In a vocabulary with byte tokens, E1 80 80 is a character; with 20 80 behind it, five replacement marks."""
+    bytes_ = [tokenizer.raw.token_to_id(f"<0x{byte:02X}>") for byte in (0xE1, 0x80, 0x80, 0x20, 0x80)]
+    check_broken_stream(tokenizer, [token for token in bytes_ if token is not None])
 
 
 @pytest.mark.parametrize("text", ["😀", "日本", "👩‍👩‍👧"])

@@ -440,8 +440,8 @@ class TextStream:
         spelled = any(text in each for text in controls.values() for each in self._stop)
         self._silent = controls if spelled else {}
         self._decoder = DecodeStream(skip_special_tokens=True)
-        self._ids: list[int] = []  # tokens that the decoder has read
-        self._decoded = 0  # number of final characters in their text
+        self._ids: list[int] = []  # the tokens of the decoder's last text, and those that it has read since
+        self._settled = 0  # number of the former
         self._held = ""  # decoded, but perhaps the beginning of a stop string; with the texts of ``_silent`` tokens
         self._kinds = ""  # for each character of ``_held``: "." in the text, "(" a silent token's first, "-" its others
         self.text = ""  # all text given out so far
@@ -466,7 +466,7 @@ class TextStream:
             return ""
         self._hold(self._unfinished())
         self._ids = []
-        self._decoded = 0
+        self._settled = 0
         return self._settle(stoppable=True, keep=False)  # the rest may complete a stop string
 
     def _decode(self, token: int) -> str:
@@ -484,17 +484,22 @@ class TextStream:
             self._restart()
             return before + self._decode(token)
         self._ids.append(token)
-        self._decoded += len(settled)
+        if settled:  # the decoder forgets the tokens of the text before
+            self._ids = self._ids[self._settled :]
+            self._settled = len(self._ids)
         return settled
 
     def _restart(self) -> None:
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._ids = []
-        self._decoded = 0
+        self._settled = 0
 
     def _unfinished(self) -> str:
         """Return the characters whose last bytes are missing, as replacement marks."""
-        return self._tokenizer.decode(self._ids)[self._decoded :]
+        settled, text = self._tokenizer.decode(self._ids[: self._settled]), self._tokenizer.decode(self._ids)
+        if text.startswith(settled):
+            return text[len(settled) :]
+        return self._tokenizer.decode(self._ids[self._settled :])  # a bad byte has turned settled characters into marks
 
     def _hold(self, text: str) -> None:
         self._held += text
