@@ -22,6 +22,7 @@ from tests.wheels.setup import enter
 
 enter("sglang")
 
+import sglang
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative import dflash_utils, dflash_worker_v2, eagle_utils, ngram_info
@@ -29,20 +30,23 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
 from fly.extras.engines.blocks import Blocks, decide
 from fly.extras.engines.sglang import plugin, register
-from fly.extras.engines.sglang.requests import Served, read_row
+from fly.extras.engines.sglang.requests import TRIED, Served, read_row
 from fly.runner.sampling import BatchSampling
 
 SIZE, SLOTS = 11, 4
 ORIGINAL = eagle_utils.eagle_sample, DFlashWorkerV2._accept_block
 RULES = ["exact", "block", "fly(window=1, hold=1)", "exact | regret(4, 1)", "exact | margin(4) & at_most(1)"]
-SERVED = Served("0.5.23", "EAGLE", 1, True, "cuda")
+SERVED = Served(TRIED[-1], "EAGLE", 1, True, "cuda")
 group = SimpleNamespace(world_size=1)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def hooked() -> Iterator[None]:
-    register()
-    HookRegistry.apply_hooks()
+    """The hooks, whichever version this is: whether they fit is what the tests say."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sglang, "__version__", TRIED[-1])
+        register()
+        HookRegistry.apply_hooks()
     yield
 
 
