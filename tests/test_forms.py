@@ -205,7 +205,7 @@ BOUNDS = ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]
 @example(2**53 + 1, "exclusiveMinimum", "integer")
 @example(2.0**53, "maximum", "integer")
 def test_a_number_of_many_digits_is_refused_or_held(value: float, key: str, kind: str) -> None:
-    """The library reads some of them as their neighbours."""
+    """llguidance would read some of these numbers as their neighbours."""
     schema = {key: value} if key == "const" else {"type": kind, key: value}
     is_taken = check(schema, range(2))
     whole = value == int(value)

@@ -303,7 +303,8 @@ ARGUMENTS_SENT = ['{"city": "Oslo"}', {"city": "Oslo"}, "", None, "Oslo", '{"cit
 
 @pytest.mark.parametrize("arguments", ARGUMENTS_SENT)
 def test_a_conversation_has_the_same_prompt_in_python_as_on_the_server(here: Running, arguments: Any) -> None:
-    """A developer is the system, arguments are an object, and a result has the name of its call."""
+    """In both, the role ``developer`` becomes ``system``, arguments become an object, and the result of a tool gets the
+    name of its call."""
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     messages: list[Any] = [
         {"role": "developer", "content": "be brief"},

@@ -170,7 +170,7 @@ def test_vllm_decides_where_something_of_it_is_left(
 
     def original(*given: Any) -> Tensor:
         calls.append(given)
-        return untouched(*arguments)
+        return untouched(*given)
 
     metadata = metadata_of(rules, generators={0: generator} if seeded else {}, all_greedy=all_greedy)
     bonus = torch.arange(len(counts)).unsqueeze(1).int() % SIZE

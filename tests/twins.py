@@ -81,7 +81,7 @@ def in_steps(values_TK: Tensor, width: int | None) -> Tensor:
 
 
 class _Cached(DenseCausal):
-    """Attention with keys and values rounded to the type ``stored``, and queries and weights to the type ``taken``.
+    """Attention that rounds keys and values to the type ``stored``, and queries and weights to the type ``taken``.
 
     A weight is exp(score - largest score). ``shake`` adds noise to scores, weights and sums before they are rounded.
     """

@@ -76,8 +76,8 @@ class ChatTemplate:
     ) -> Traced:
         """Render a conversation. The result knows who wrote each character (``fly.models.traced``).
 
-        A content is a text to the template, or a list of parts if the template reads the parts of contents, or refuses
-        the text of a caller who gave parts. A call's
+        A content is a text to the template. It is a list of parts if the template reads parts of contents, or if the
+        caller gave parts and the template refuses their text. A call's
         arguments are an object or its JSON, a content that a message lacks is absent, None or empty, and calls of one
         message are one after another with their results, whichever the template takes and shows; what it takes as it
         is stays. A message that the template shows at other places of a conversation, but not here, is left out with a
@@ -201,8 +201,8 @@ class ChatTemplate:
                 forms[error.role] = _Form.ANY_TEXT
             except Exception as error:
                 refusal = refusal or error
-                # It may take parts. A role that has texts alone gets them as parts only if the template neither refuses
-                # texts in its own words nor prints parts as a list.
+                # The template may take parts. It gets them for each role of which the caller gave parts. It gets other
+                # roles' texts as parts, unless it refused texts by ``raise_exception`` or printed parts as a list.
                 next_forms = {}
                 for message in messages:
                     form = forms.get(message["role"], _Form.TEXT)

@@ -10,11 +10,11 @@ __all__ = ["for_template"]
 
 
 def for_template(messages: Iterable[Any], parse: Callable[[str], Any] = json.loads) -> list[Any]:
-    """Return messages as chat templates expect them. Anything that is not a message stays as it is.
+    """Convert messages to the form that chat templates expect. Anything else in the list stays as it is.
 
     - A ``developer`` is the ``system``.
     - The arguments of a call are an object, by ``parse``. Without arguments it is empty, and a text that is not the
-      JSON of an object stays a text. ``parsed_arguments``, which OpenAI's client adds to repeat them, are left out.
+      JSON of an object stays a text. ``parsed_arguments``, in which OpenAI's client repeats them, is left out.
     - A result of a tool without a name has that of the call with its id: OpenAI's clients send the id alone, and some
       templates show the name alone.
     """
@@ -48,7 +48,7 @@ def _is_call(call: Any) -> bool:
 
 
 def _read_call(call: Any, parse: Callable[[str], Any]) -> Any:
-    """Return a call whose arguments are an object, if they can be."""
+    """Return a call with its arguments as an object. Those that are not the JSON of an object stay as they are."""
     if not _is_call(call):
         return call
     function = {name: value for name, value in call["function"].items() if name != "parsed_arguments"}

@@ -227,7 +227,7 @@ class _Formatter(SandboxedFormatter):
 
     def format_field(self, value: Any, form: str) -> str:
         assert self.pieces is not None
-        # A message that writes the specification may write the character that fills the width.
+        # If a message wrote the specification, it may have chosen the character that fills the width.
         by_template = set(writers_of(self._specification)) <= {TEMPLATE}
         writer = common_writer(value) if by_template else common_writer(value, self._specification)
         written = trace(format(value, form), writer) if form else text_of(value)

@@ -136,7 +136,8 @@ def _read_object(members: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read_fraction(text: str) -> float:
-    """Read a number that is written with a point or an exponent. The library reads 5 exactly, but not always 5.0."""
+    """Read a number with a point or an exponent. A whole one becomes an integer, which the library reads exactly:
+    9007199254740991.0 would be another number to it."""
     value = float(text)
     return int(value) if value.is_integer() and abs(value) < _EXACT else value
 
@@ -403,9 +404,9 @@ def _prepare_pattern(pattern: str, key: str) -> str:
 
 
 def _move_bounds(schema: dict[str, Any]) -> None:
-    """Replace exclusive bounds, some of which the library lets be reached, and bounds that it rounds: those that are no
-    floats, and fractions of many digits. The new bounds stand a little further in. Raises ``ValueError`` if nothing is
-    left between them."""
+    """Replace bounds that the library does not hold exactly by others, a little further in. It reaches some exclusive
+    bounds, and rounds integers that are no floats and fractions of many digits. Raises ``ValueError`` if no number is
+    left between the new bounds."""
     crossed = _is_crossed(schema)
     for bound, exclusive, sign in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
         limits = []

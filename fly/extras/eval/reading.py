@@ -131,15 +131,15 @@ def _boxes(text: str) -> list[str]:
 
 
 def _after(mark: re.Pattern[str], plain: str) -> list[str]:
-    """Return for each mark what follows it: the rest of its line, or the next line that is not empty, without its
-    bullet. If that ends with a colon, the line after it follows too."""
+    """Return for each mark the text that follows it: the rest of its line or, if that is empty, the next line that is
+    not, without a bullet. If this text ends with a colon, it includes one more line."""
     marks = list(mark.finditer(plain))
     ends = [*(following.start() for following in marks[1:]), len(plain)]
     pieces = []
-    for begin, end in zip(marks, ends):
-        rest = plain[begin.end() : end]
+    for marked, end in zip(marks, ends):
+        rest = plain[marked.end() : end]
         piece = rest.lstrip(" \t\r\n*:=")
-        before = begin[0][-1:] + rest[: len(rest) - len(piece)]
+        before = marked[0][-1:] + rest[: len(rest) - len(piece)]
         pieces.append(re.sub(r"^-[ \t]+", "", piece) if "\n" in before else piece)
     return [match[0] for piece in pieces if (match := re.match(r"[^\n]*(?:(?<=:)\s+[^\n]+)?", piece))]
 
@@ -206,8 +206,8 @@ def read_number(text: str) -> Decimal | None:
 
 
 def _joined(piece: str) -> str:
-    """Join the number that a piece begins with: to a minus before it, which is no dash there, and across plain spaces
-    that separate thousands."""
+    """Write the first number of a piece together. A minus that begins the piece is a sign, not a dash, and loses the
+    blanks after it; plain spaces between thousands become U+2009."""
     piece = re.sub(r"^\s*-\s+", "-", piece)
     spaced = r"^\s*-?\d{1,3}(?: \d{3})++(?:\.\d++)?(?!\d|[.,]\d|\s?/\s?\d)"
     return re.sub(spaced, lambda number: number[0].strip().replace(" ", _THIN), piece)

@@ -213,8 +213,8 @@ struct Taken : Stored<K> {
     static inline Pair taken(const float* const* value, long from, Left...) { return pair(*value + from); }
 };
 
-// Reads up to BLOCK tokens' values of the head that begins ``offset`` numbers on, and stores them: each TOKENS tokens as a
-// row of ``room`` numbers. Fetches the values at ``then``.
+// Reads the values of up to BLOCK tokens, for the head that begins ``offset`` numbers on, and stores them at ``to``: TOKENS
+// tokens make one row of ``room`` numbers. Prefetches the values at ``then``, which are read next.
 template <class K>
 inline void take_once(const K* const* value, const K* const* then, int count, int offset, int d, float* to, int room) {
     for (int j = 0; j < count; j += Stored<K>::TOKENS, to += room)

@@ -2,7 +2,7 @@
 
 Three functions are wrapped. The first keeps a request's row beside it, the second hands the rows to the batch's
 metadata by their numbers, and the third, the rejection sampler, lets the rules decide. Rows without a rule keep vLLM's
-decision. If there are none, it need not be computed.
+decision. If rules decide all rows, vLLM's decision need not be computed.
 
 Shape legend: B rows of one rule, R rows of the batch, N drafted tokens of the batch, K longest draft, J = K + 1 places,
 V vocabulary.
